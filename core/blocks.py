@@ -1,0 +1,28 @@
+"""Block arithmetic that the pool, the hand-off and the router share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+def num_blocks_for(num_tokens: int, block_size: int) -> int:
+    """Blocks that hold `num_tokens` tokens; the last may be partial."""
+    return -(-num_tokens // block_size)
+
+
+@dataclass(frozen=True, slots=True)
+class KvGeometry:
+    """The shape of one KV block: `block_size` tokens of all layers, keys and values, in one contiguous run.
+
+    Layout of a block in memory: [num_layers, 2 (key, value), num_kv_heads, block_size, head_dim].
+    """
+
+    block_size: int
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype_bytes: int
+
+    @property
+    def block_bytes(self) -> int:
+        return 2 * self.num_layers * self.num_kv_heads * self.block_size * self.head_dim * self.dtype_bytes

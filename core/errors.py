@@ -1,0 +1,79 @@
+"""The error tree, named by what the caller does next.
+
+TandemError
+├── BadRequest        never retry: the request itself is wrong; names the field
+├── Rejected          retry after `retry_after_s`, or elsewhere: we are full, draining or have no worker
+├── TransferFailed    resend or recompute: KV bytes did not arrive whole
+├── PeerRefused       never pair these two workers: they differ in `field`
+├── WorkerLost        plan again on another worker
+└── InvariantBroken   a bug: stop this process
+
+The edge (router/front/) maps the tree to HTTP and gRPC in one table.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class TandemError(Exception):
+    """Root of every error that Tandem raises on purpose."""
+
+
+class BadRequest(TandemError):
+    """The caller's request is wrong and will stay wrong.
+
+    Args:
+        field: path of the offending field, as the caller spelled it (`messages.0.content`).
+        message: what is wrong with it, and what would be right.
+        code: machine-readable kind, as OpenAI names it (`context_length_exceeded`), or None.
+    """
+
+    def __init__(self, field: str, message: str, code: str | None = None) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
+        self.message = message
+        self.code = code
+
+
+class RejectReason(StrEnum):
+    """Why a request was turned away: one closed list for HTTP, gRPC, logs and metrics."""
+
+    NO_WORKER = "no_worker"  # no READY worker of a needed role
+    QUEUE_FULL = "queue_full"  # the router already holds its bound of waiting requests
+    QUEUE_TIMEOUT = "queue_timeout"  # waited its bound without a worker having room
+    DRAINING = "draining"  # this router is shutting down
+
+
+class Rejected(TandemError):
+    """We cannot serve the request now; the caller may retry after `retry_after_s` seconds."""
+
+    def __init__(self, reason: RejectReason, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(f"{reason}: {message}")
+        self.reason = reason
+        self.message = message
+        self.retry_after_s = retry_after_s
+
+
+class TransferFailed(TandemError):
+    """KV bytes did not arrive whole; the pages they were meant for count as dirty."""
+
+
+class PeerRefused(TandemError):
+    """Two workers must not exchange KV because they differ in `field`."""
+
+    def __init__(self, field: str, ours: object, theirs: object) -> None:
+        super().__init__(f"peer differs in {field}: ours {ours!r}, theirs {theirs!r}")
+        self.field = field
+
+
+class WorkerLost(TandemError):
+    """A worker died, or its stream broke, while it held the request."""
+
+    def __init__(self, worker_id: str, message: str) -> None:
+        super().__init__(f"worker {worker_id} lost: {message}")
+        self.worker_id = worker_id
+
+
+class InvariantBroken(TandemError):
+    """A state that must not exist was reached. Never caught: the process stops."""

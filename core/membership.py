@@ -1,0 +1,79 @@
+"""Who the workers are, and how each one's life goes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+from core.errors import InvariantBroken
+
+
+class Role(StrEnum):
+    """What a worker does. A worker that is both serves whole requests (aggregated)."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class Life(StrEnum):
+    """STARTING: weights loading. READY: registered, warm. DRAINING: takes no new work. GONE: dead to us."""
+
+    STARTING = "starting"
+    READY = "ready"
+    DRAINING = "draining"
+    GONE = "gone"
+
+
+LIFE_NEXT: Final[dict[Life, frozenset[Life]]] = {
+    Life.STARTING: frozenset({Life.READY, Life.GONE}),
+    Life.READY: frozenset({Life.DRAINING, Life.GONE}),
+    Life.DRAINING: frozenset({Life.GONE}),
+    Life.GONE: frozenset(),
+}
+
+
+def next_life(worker_id: str, state: Life, to: Life) -> Life:
+    """`to`, when the table allows it; raises InvariantBroken otherwise."""
+    if to not in LIFE_NEXT[state]:
+        raise InvariantBroken(f"worker {worker_id}: {state} -> {to} is not in the table")
+    return to
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerRef:
+    """One life of one worker. A restart on the same address is a new incarnation, hence another WorkerRef,
+    and everything that names the old one is refused."""
+
+    worker_id: str  # stable name of the place: "decode-0"
+    incarnation: str  # random, made at start: "9f3a2c1d"
+
+    def __str__(self) -> str:
+        return f"{self.worker_id}@{self.incarnation}"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerInfo:
+    """What a worker says of itself when it registers."""
+
+    ref: WorkerRef
+    role: Role
+    address: str  # host:port of its gRPC server
+    identity_digest: bytes
+    block_size: int
+    block_bytes: int
+    num_blocks: int
+    max_context_tokens: int
+    metrics_address: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLoad:
+    """What a worker says of its work, pushed with each step's message."""
+
+    waiting_requests: int = 0
+    running_requests: int = 0
+    waiting_tokens: int = 0  # prompt tokens still to compute
+    free_blocks: int = 0  # free or evictable
+    used_blocks: int = 0  # held by requests or hand-offs
+    quarantined_blocks: int = 0  # a write may still come: not usable

@@ -1,0 +1,32 @@
+"""The seam between scheduling and arithmetic: everything above it is plain Python, everything below is tensors."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from core.blocks import KvGeometry
+from engine.step import StepPlan
+
+
+class ModelRunner(Protocol):
+    """Computes steps over one paged KV pool. Not thread-safe: one step at a time."""
+
+    geometry: KvGeometry
+    max_context_tokens: int
+    vocab_size: int
+    numeric_class: str  # part of the cache identity: kernel path, CPU or GPU kind
+
+    @property
+    def kv_pool(self) -> torch.Tensor:
+        """[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim], contiguous: one block is one run of bytes."""
+        ...
+
+    def run(self, plan: StepPlan) -> list[int | None]:
+        """Write the KV of every slice into its blocks and draw one token for each slice that asks for one.
+
+        Returns: for each slice, in order, the token id drawn, or None where `sample` is None.
+        Raises: InvariantBroken: a block table does not cover its slice, or a block id lies outside the pool.
+        """
+        ...

@@ -1,0 +1,89 @@
+"""How KV bytes and notices move between two workers: one small interface, several backends, one shared test suite.
+
+A transport is written for one owner: all calls come from one asyncio loop. Push only: the owner of the bytes writes.
+What no backend can promise, and the sessions above must therefore guarantee: a push cannot be cancelled, a peer
+can be frozen and write later, and nothing stops a peer from writing to a page that we have given to someone else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from core.identity import CacheIdentity
+from core.membership import WorkerRef
+
+
+@dataclass(frozen=True, slots=True)
+class PoolDescription:
+    """What a peer must know to write into a worker's pool. Compared, then connected to."""
+
+    ref: WorkerRef
+    identity: CacheIdentity
+    transport: str  # backend name: "nixl"
+    transport_version: str  # must match exactly: mixed NIXL versions crash each other (docs/adr)
+    base_address: int
+    block_bytes: int
+    num_blocks: int
+    device_id: int
+    memory_kind: str  # "DRAM" or "VRAM"
+    agent_metadata: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PeerLink:
+    """A warmed connection, as measured by a probe transfer at connect."""
+
+    peer: WorkerRef
+    lane: str  # "cma", "tcp", "cuda_ipc", "in-process": what the probe's speed says, not what was asked for
+    probe_gbps: float  # gigabytes per second of the probe
+
+
+NoticeHandler = Callable[[WorkerRef, bytes], None]
+LostHandler = Callable[[WorkerRef], None]
+
+
+class Transport(Protocol):
+    """One worker's end. Handlers are called in the owner's event loop, never from another thread."""
+
+    def describe(self) -> PoolDescription:
+        """This worker's own pool, to hand to peers."""
+        ...
+
+    def listen(self, on_notice: NoticeHandler, on_peer_lost: LostHandler) -> None:
+        """Set who hears of notices and of dead peers; called once, before the first connect."""
+        ...
+
+    async def connect(self, peer: PoolDescription) -> PeerLink:
+        """Make ready to push to `peer` and to notify it; idempotent for one incarnation.
+
+        Raises: PeerRefused: a field of the description differs, named. WorkerLost: the peer does not answer
+            within the connect bound.
+        """
+        ...
+
+    async def push(
+        self, peer: WorkerRef, source_blocks: Sequence[int], target_blocks: Sequence[int], notice: bytes
+    ) -> None:
+        """Write blocks of our pool into the peer's, then deliver `notice` there, ordered after the bytes.
+
+        Returns only when our side is settled: the bytes are out and our blocks may be reused. Cancelling the
+        awaiting task does not stop the bytes; the transport keeps the operation until it settles.
+        Empty block lists deliver the notice alone.
+        Raises: WorkerLost: the peer is gone (settled too). TransferFailed: the push could not be posted (settled).
+            InvariantBroken: lists of unequal length, or a block id outside either pool.
+        """
+        ...
+
+    async def notify(self, peer: WorkerRef, notice: bytes) -> None:
+        """Deliver a notice alone. Raises: WorkerLost: the peer is gone or was never connected."""
+        ...
+
+    async def drop(self, peer: WorkerRef) -> None:
+        """Forget a peer: after this no operation to it is in flight or will be. Unknown peers are ignored."""
+        ...
+
+    async def close(self) -> None:
+        """Drop every peer and free the registration. Idempotent."""
+        ...
