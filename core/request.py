@@ -22,6 +22,14 @@ class FinishReason(StrEnum):
     ERROR = "error"  # failed after it had started; the message says why
 
 
+class Placement(StrEnum):
+    """Where a prompt is prefilled."""
+
+    AUTO = "auto"  # the router decides
+    REMOTE = "remote"  # on a prefill worker, with a KV hand-off
+    LOCAL = "local"  # on the decode worker itself: aggregated
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How the next token is drawn. temperature 0 is greedy and ignores the rest.
