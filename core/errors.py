@@ -2,6 +2,7 @@
 
 TandemError
 ├── BadRequest        never retry: the request itself is wrong; names the field
+├── BadModel          never serve this folder: the model is damaged or of a kind that we do not compute
 ├── Rejected          retry after `retry_after_s`, or elsewhere: we are full, draining or have no worker
 ├── TransferFailed    resend or recompute: KV bytes did not arrive whole
 ├── PeerRefused       never pair these two workers: they differ in `field`
@@ -34,6 +35,10 @@ class BadRequest(TandemError):
         self.field = field
         self.message = message
         self.code = code
+
+
+class BadModel(TandemError):
+    """A model's files are missing, damaged or of a kind that this engine does not compute; names file and field."""
 
 
 class RejectReason(StrEnum):

@@ -1,0 +1,85 @@
+"""What the two sides of a hand-off need, and what they ask of their driver."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from core.handoff import HandoffNotice
+from core.membership import WorkerRef
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseConfig:
+    """All in seconds.
+
+    lease_s: a side that hears nothing of a hand-off for so long ends it. renew_s: how often a source renews.
+    settle_s: how long after a peer's death its last writes may still arrive. stop_retry_s: how often a stopping
+    target asks again. landed_timeout_s: how long a source waits for Landed after its last push.
+    """
+
+    lease_s: float = 10.0
+    renew_s: float = 1.0
+    settle_s: float = 1.0
+    stop_retry_s: float = 1.0
+    landed_timeout_s: float = 10.0
+
+
+class Blocks(Protocol):
+    """What a hand-off does to the pool (engine/block_pool.py)."""
+
+    def hold(self, blocks: Iterable[int]) -> None: ...
+
+    def release(self, blocks: Sequence[int]) -> None: ...
+
+    def quarantine(self, blocks: Iterable[int]) -> None: ...
+
+    def end_quarantine(self, blocks: Iterable[int]) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Push:
+    """Write blocks to the peer with this notice; answer with `SourceSide.push_settled` when our side is settled."""
+
+    peer: WorkerRef
+    source_blocks: tuple[int, ...]
+    target_blocks: tuple[int, ...]
+    notice: HandoffNotice
+
+
+@dataclass(frozen=True, slots=True)
+class Notify:
+    peer: WorkerRef
+    notice: HandoffNotice
+
+
+@dataclass(frozen=True, slots=True)
+class SourceEnded:
+    """The source side of a hand-off is over and holds nothing."""
+
+    handoff_id: str
+    landed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class TargetLanded:
+    """`blocks` of the ticket, in order, hold verified KV; their reference is now the receiver's.
+
+    A prefix push may cover fewer blocks than the ticket: the rest were released.
+    """
+
+    handoff_id: str
+    blocks: tuple[int, ...]
+    first_token: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class TargetFailed:
+    """The hand-off will not land. Its blocks are locked or already free; whoever waits for it must plan again."""
+
+    handoff_id: str
+    reason: str
+
+
+Effect = Push | Notify | SourceEnded | TargetLanded | TargetFailed
