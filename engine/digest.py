@@ -1,0 +1,73 @@
+"""Content digests of a model folder: part of the identity under which cached KV may be found."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Final
+
+from core.errors import BadModel
+
+CACHE_FILE: Final = ".tandem_digests.json"
+
+
+def weights_digest(folder: Path) -> str:
+    """SHA-256, in hex, over config.json and every safetensors file: what the KV of given token ids depends on.
+
+    Raises: BadModel: a file is missing or cannot be read.
+    """
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise BadModel(f"{folder}: no safetensors file")
+    return _digest_files([folder / "config.json", *files])
+
+
+def tokenizer_digest(folder: Path) -> str:
+    """SHA-256, in hex, over tokenizer.json. Raises: BadModel: it is missing or cannot be read."""
+    return _digest_files([folder / "tokenizer.json"])
+
+
+def _digest_files(paths: Iterable[Path]) -> str:
+    """Over names and content digests of `paths`, in order."""
+    joined = hashlib.sha256()
+    for path in paths:
+        joined.update(f"{path.name}\0{_file_digest(path)}\n".encode())
+    return joined.hexdigest()
+
+
+def _file_digest(path: Path) -> str:
+    """SHA-256 of one file, read once per (name, size, modification time): half a gigabyte takes 0.5 s or more."""
+    try:
+        status = path.stat()
+        key = f"{path.name}:{status.st_size}:{status.st_mtime_ns}"
+        cached = _read_cache(path.parent)
+        if key not in cached:
+            with path.open("rb") as file:
+                cached[key] = hashlib.file_digest(file, "sha256").hexdigest()
+            _write_cache(path.parent, cached)
+    except OSError as error:
+        raise BadModel(f"{path}: cannot be read: {error}") from error
+    return cached[key]
+
+
+def _read_cache(folder: Path) -> dict[str, str]:
+    """Known digests; empty where there is no cache or a damaged one."""
+    try:
+        loaded = json.loads((folder / CACHE_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return loaded if isinstance(loaded, dict) else {}
+
+
+def _write_cache(folder: Path, digests: dict[str, str]) -> None:
+    """Replace the cache in one step; a read-only folder simply stays without one."""
+    if not os.access(folder, os.W_OK):
+        return
+    handle, name = tempfile.mkstemp(dir=folder, prefix=CACHE_FILE)
+    with os.fdopen(handle, "w", encoding="utf-8") as file:
+        json.dump(digests, file)
+    os.replace(name, folder / CACHE_FILE)

@@ -1,0 +1,104 @@
+"""The Llama family's forward pass: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+
+Residual stream, norms, rotation, softmax and logits are float32 in either weight dtype; matrix products run in the
+weights' dtype.
+Source: Llama, arXiv:2302.13971; RoPE, arXiv:2104.09864 (halves rotated, as Hugging Face stores it).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional
+
+from engine.attention.backend import StepAttention
+from engine.weights import LayerWeights, ModelConfig, ModelWeights
+
+ROW_MULTIPLE = 8
+
+
+@dataclass(frozen=True, slots=True)
+class _Rotation:
+    """Cosine and sine of each token's angles, both [num_tokens, 1, head_dim / 2], float32."""
+
+    cosine: torch.Tensor
+    sine: torch.Tensor
+
+    def apply(self, heads: torch.Tensor) -> torch.Tensor:
+        """Rotate [num_tokens, num_heads, head_dim], float32."""
+        first, second = heads.chunk(2, dim=-1)
+        return torch.cat((first * self.cosine - second * self.sine, second * self.cosine + first * self.sine), dim=-1)
+
+
+class LlamaModel:
+    """Weights and forward pass of one model. Holds no KV: attention is handed in with each step."""
+
+    def __init__(self, config: ModelConfig, weights: ModelWeights) -> None:
+        self.config = config
+        self._weights = weights
+        frequencies = 1.0 / config.rope_theta ** (torch.arange(0, config.head_dim, 2).float() / config.head_dim)
+        angles = torch.arange(config.max_context_tokens).float().unsqueeze(-1) * frequencies
+        self._cosine, self._sine = angles.cos(), angles.sin()
+
+    def logits(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, attention: StepAttention, rows: torch.Tensor
+    ) -> torch.Tensor:
+        """Compute one step and the logits that follow some of its tokens.
+
+        Args:
+            token_ids, positions: [num_tokens], int64.
+            attention: made for exactly these tokens; their KV is written through it.
+            rows: [num_rows], int64, tokens whose next-token logits are wanted; may be empty.
+        Returns: [num_rows, vocab_size], float32.
+        """
+        num_tokens = len(token_ids)
+        residual = self._weights.embedding[_pad_rows(token_ids)].float()
+        rotation = _Rotation(self._cosine[positions].unsqueeze(1), self._sine[positions].unsqueeze(1))
+        for index, layer in enumerate(self._weights.layers):
+            residual += self._attention(index, layer, residual, num_tokens, rotation, attention)
+            residual += self._feed_forward(layer, residual)
+        hidden = self._norm(_pad_rows(residual[rows]), self._weights.final_norm)
+        return functional.linear(hidden, self._weights.head)[: len(rows)]
+
+    def _attention(
+        self,
+        index: int,
+        layer: LayerWeights,
+        residual: torch.Tensor,
+        num_tokens: int,
+        rotation: _Rotation,
+        attention: StepAttention,
+    ) -> torch.Tensor:
+        """[num_rows, hidden_size], float32, in and out; rows past `num_tokens` are padding and have no KV."""
+        config = self.config
+        projected = self._linear(self._norm(residual, layer.attention_norm), layer.qkv)[:num_tokens]
+        heads = projected.view(num_tokens, -1, config.head_dim)
+        queries, keys, values = heads.split((config.num_heads, config.num_kv_heads, config.num_kv_heads), dim=1)
+        attention.write_kv(index, rotation.apply(keys.float()).to(keys.dtype), values)
+        attended = attention.attend(index, rotation.apply(queries.float()))
+        return self._linear(_pad_rows(attended.view(num_tokens, -1)), layer.output).float()
+
+    def _feed_forward(self, layer: LayerWeights, residual: torch.Tensor) -> torch.Tensor:
+        """[num_rows, hidden_size], float32, in and out."""
+        gate, up = self._linear(self._norm(residual, layer.feed_forward_norm), layer.gate_up).float().chunk(2, dim=-1)
+        return self._linear(functional.silu(gate).mul_(up), layer.down).float()
+
+    def _norm(self, rows: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """RMSNorm of float32 rows (arXiv:1910.07467)."""
+        mean_square = rows.square().mean(dim=-1, keepdim=True)
+        return rows * torch.rsqrt(mean_square + self.config.rms_norm_eps) * scale
+
+    def _linear(self, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Product in the weight's dtype."""
+        return functional.linear(rows.to(weight.dtype), weight)
+
+
+def _pad_rows(rows: torch.Tensor) -> torch.Tensor:
+    """Append zero rows up to a multiple of ROW_MULTIPLE, at least one multiple.
+
+    MKL takes other float32 kernels, which add in another order, for 1 to 3 rows (and, on several threads, for a few
+    more counts). With whole multiples of 8 a row's result is the same to the bit in any batch.
+    """
+    missing = -len(rows) % ROW_MULTIPLE if len(rows) else ROW_MULTIPLE
+    return torch.cat((rows, rows.new_zeros((missing, *rows.shape[1:])))) if missing else rows

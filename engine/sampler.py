@@ -1,0 +1,114 @@
+"""Draws one token per row. The result of a row is a function of its logits and its spec, never of the other rows.
+
+The random number is a hash of (seed, position), not the next of a stream, so a token does not depend on the batch,
+the worker, preemption or migration. The draw inverts the cumulative distribution, in float64 and in order of token
+ids, over the tokens that the filters keep.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+
+from core.errors import InvariantBroken
+from engine.step import SampleSpec
+
+SORTED_PREFIX: Final = 1024  # top_p mostly keeps fewer tokens; only where it keeps more is the whole row sorted
+MASK_64: Final = (1 << 64) - 1
+GOLDEN_GAMMA: Final = 0x9E3779B97F4A7C15
+
+
+def sample(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> list[int]:
+    """Draw a token for each row.
+
+    Filters apply in this order: banned ids, temperature, top_k, top_p (over what top_k kept, renormalised; the token
+    that crosses top_p is kept). Among equal logits the lower id comes first, in greedy choice too.
+
+    Args:
+        logits: [num_rows, vocab_size], float32; not changed.
+        specs: one per row.
+    Raises: InvariantBroken: a row has a NaN, or no token that may be drawn.
+    """
+    logits = _ban(logits, specs)
+    best, greedy_ids = logits.max(dim=-1)
+    if not bool(torch.isfinite(best).all()):
+        raise InvariantBroken("logits hold a NaN or an infinity, or every token is banned")
+    drawn: list[int] = greedy_ids.tolist()
+    random_rows = [row for row, spec in enumerate(specs) if spec.sampling.temperature > 0.0]
+    if random_rows:
+        tokens = _draw(logits[random_rows], [specs[row] for row in random_rows])
+        for row, token in zip(random_rows, tokens, strict=True):
+            drawn[row] = token
+    return drawn
+
+
+def uniform(seed: int, position: int) -> float:
+    """A number in (0, 1) with 53 random bits, from (seed, position) alone.
+
+    Source: SplitMix64 (Steele, Lea, Flood 2014): the position steps the state that the mixed seed starts.
+    """
+    bits = _mix(_mix(seed) + (position + 1) * GOLDEN_GAMMA) >> 11
+    return (bits + 0.5) * 2.0**-53
+
+
+def _mix(value: int) -> int:
+    """SplitMix64's output function on 64 bits."""
+    value = (value + GOLDEN_GAMMA) & MASK_64
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & MASK_64
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & MASK_64
+    return value ^ (value >> 31)
+
+
+def _ban(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> torch.Tensor:
+    """A copy with the banned tokens at -inf; the same tensor where nothing is banned."""
+    rows = [row for row, spec in enumerate(specs) for _ in spec.banned_token_ids]
+    if not rows:
+        return logits
+    columns = [token for spec in specs for token in spec.banned_token_ids]
+    banned = logits.clone()
+    banned[rows, columns] = float("-inf")
+    return banned
+
+
+def _draw(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> list[int]:
+    """Invert the cumulative distribution of each row, [num_rows, vocab_size], float32; temperatures are above 0."""
+    temperatures = torch.tensor([spec.sampling.temperature for spec in specs], dtype=torch.float64)
+    # A temperature so small that the quotient overflows means "the best token": the clamp keeps its weight at 1.
+    scaled = ((logits - logits.amax(dim=-1, keepdim=True)).double() / temperatures.unsqueeze(-1)).exp_()
+    weights = _filter(scaled, specs)
+    cumulative = weights.cumsum(dim=-1)
+    numbers = [uniform(spec.sampling.seed, spec.position) for spec in specs]
+    targets = torch.tensor(numbers, dtype=torch.float64) * cumulative[:, -1]
+    # First token whose cumulative weight exceeds the target: a token of weight 0 is never the first.
+    picks = torch.searchsorted(cumulative, targets.unsqueeze(-1), right=True).squeeze(-1)
+    return [int(pick) for pick in picks]
+
+
+def _filter(weights: torch.Tensor, specs: Sequence[SampleSpec]) -> torch.Tensor:
+    """Zero the weights, [num_rows, vocab_size], float64, that top_k and top_p drop."""
+    for row, spec in enumerate(specs):
+        if spec.sampling.top_k or spec.sampling.top_p < 1.0:
+            weights[row] *= _kept(weights[row], spec.sampling.top_k, spec.sampling.top_p)
+    return weights
+
+
+def _kept(weights: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
+    """Which tokens of one row, [vocab_size], float64, stay: bool, at least one."""
+    vocab_size = len(weights)
+    most = min(top_k or vocab_size, vocab_size)
+    width = min(max(SORTED_PREFIX, top_k), vocab_size)
+    while True:
+        descending = weights.topk(width).values
+        cumulative = descending[:most].cumsum(dim=0)
+        total = cumulative[-1] if most <= width else weights.cumsum(dim=0)[-1]
+        count = int((cumulative < top_p * total).sum()) + 1
+        if count <= len(cumulative) or width == vocab_size:
+            break
+        width = vocab_size
+    count = min(count, most)
+    least = descending[count - 1]
+    ties = weights == least
+    num_ties_kept = count - int((descending[:count] > least).sum())
+    return (weights > least) | (ties & (ties.cumsum(dim=0) <= num_ties_kept))

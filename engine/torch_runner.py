@@ -1,0 +1,149 @@
+"""Computes steps with torch over one paged KV pool in host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from core.blocks import KvGeometry
+from core.errors import BadRequest, InvariantBroken
+from engine.attention.backend import AttentionBatch
+from engine.attention.cpu import CpuAttention
+from engine.llama import LlamaModel
+from engine.sampler import sample
+from engine.step import SequenceSlice, StepPlan
+from engine.weights import ModelConfig, load_weights
+
+DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class TorchModelRunner:
+    """A ModelRunner. Prefill chunks and decodes of one plan are computed together.
+
+    A token's logits are the same to the bit however its sequence was cut into chunks, batched or placed in the pool.
+    """
+
+    def __init__(self, model: LlamaModel, dtype: str, num_blocks: int, block_size: int) -> None:
+        """Use `load`; this is for models that are already in memory. Raises: BadRequest: see `load`."""
+        config = model.config
+        self.config = config
+        self.dtype = dtype
+        self.vocab_size = config.vocab_size
+        self.max_context_tokens = config.max_context_tokens
+        torch_dtype = _torch_dtype(dtype)
+        self.geometry = KvGeometry(
+            block_size=block_size,
+            num_layers=config.num_layers,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            dtype_bytes=torch_dtype.itemsize,
+        )
+        # Zeroed, not empty: a masked lane multiplies stale contents by 0, and 0 x NaN is NaN.
+        self._kv_pool = torch.zeros(
+            (num_blocks, config.num_layers, 2, config.num_kv_heads, block_size, config.head_dim), dtype=torch_dtype
+        )
+        self._model = model
+        self._attention = CpuAttention(self._kv_pool, config.num_heads)
+        instruction_set = torch.backends.cpu.get_cpu_capability().lower()
+        self.numeric_class = f"{self._attention.name}-cpu-{instruction_set}-{dtype}"
+
+    @staticmethod
+    def load(
+        folder: Path,
+        dtype: str,
+        num_blocks: int,
+        block_size: int = 16,
+        progress: Callable[[str], None] = lambda _line: None,
+    ) -> TorchModelRunner:
+        """Read a model folder and make a pool of `num_blocks` blocks.
+
+        Args:
+            dtype: "float32" or "bfloat16", of weights and KV.
+            progress: told of each layer read.
+        Raises: BadModel: the folder is damaged or of an unsupported kind. BadRequest: dtype or block_size.
+        """
+        config = ModelConfig.load(folder)
+        weights = load_weights(folder, config, _torch_dtype(dtype), progress)
+        return TorchModelRunner(LlamaModel(config, weights), dtype, num_blocks, block_size)
+
+    @property
+    def kv_pool(self) -> torch.Tensor:
+        """See ModelRunner."""
+        return self._kv_pool
+
+    def run(self, plan: StepPlan) -> list[int | None]:
+        """See ModelRunner."""
+        specs = [item.sample for item in plan.slices if item.sample is not None]
+        with torch.inference_mode():
+            drawn = iter(sample(self.logits(plan), specs) if specs else self._compute_only(plan))
+        return [None if item.sample is None else next(drawn) for item in plan.slices]
+
+    def logits(self, plan: StepPlan) -> torch.Tensor:
+        """Compute a step; next-token logits of the slices with `sample`, in order.
+
+        Returns: [slices with sample, vocab_size], float32.
+        Raises: InvariantBroken: see ModelRunner.run.
+        """
+        with torch.inference_mode():
+            batch = self._attention_batch(plan.slices)
+            token_ids = torch.tensor([token for item in plan.slices for token in item.token_ids])
+            return self._model.logits(
+                token_ids, batch.positions, self._attention.begin_step(batch), _sampled_rows(plan.slices)
+            )
+
+    def _compute_only(self, plan: StepPlan) -> list[int]:
+        self.logits(plan)
+        return []
+
+    def _attention_batch(self, slices: Sequence[SequenceSlice]) -> AttentionBatch:
+        """Flatten checked slices."""
+        for item in slices:
+            self._check(item)
+        block_size = self.geometry.block_size
+        most_blocks = max(len(item.block_table) for item in slices)
+        tables = torch.tensor([item.block_table + (0,) * (most_blocks - len(item.block_table)) for item in slices])
+        positions = torch.cat([torch.arange(item.start, item.end) for item in slices])
+        owners = torch.repeat_interleave(torch.tensor([len(item.token_ids) for item in slices]))
+        slots = tables[owners, positions // block_size] * block_size + positions % block_size
+        return AttentionBatch(
+            positions=positions,
+            slot_mapping=slots,
+            query_lens=tuple(len(item.token_ids) for item in slices),
+            context_lens=tuple(item.end for item in slices),
+            block_tables=tables,
+        )
+
+    def _check(self, item: SequenceSlice) -> None:
+        """Raise InvariantBroken where a slice would read or write outside its own blocks, the pool or the tables."""
+        num_blocks = self._kv_pool.shape[0]
+        if not item.token_ids or item.start < 0:
+            raise InvariantBroken(f"request {item.request_id}: empty slice, or start {item.start} below 0")
+        if len(item.block_table) * self.geometry.block_size < item.end:
+            raise InvariantBroken(
+                f"request {item.request_id}: {len(item.block_table)} blocks do not cover {item.end} tokens"
+            )
+        if not (0 <= min(item.block_table) and max(item.block_table) < num_blocks):
+            raise InvariantBroken(f"request {item.request_id}: a block id lies outside the pool of {num_blocks}")
+        if item.end > self.max_context_tokens:
+            raise InvariantBroken(f"request {item.request_id}: {item.end} tokens exceed the model's context")
+        if not (0 <= min(item.token_ids) and max(item.token_ids) < self.vocab_size):
+            raise InvariantBroken(f"request {item.request_id}: a token id lies outside the vocabulary")
+
+
+def _torch_dtype(name: str) -> torch.dtype:
+    if name not in DTYPES:
+        raise BadRequest("dtype", f"must be one of {', '.join(DTYPES)}, got {name!r}")
+    return DTYPES[name]
+
+
+def _sampled_rows(slices: Sequence[SequenceSlice]) -> torch.Tensor:
+    """Index in the step of the last token of each slice with `sample`, int64."""
+    rows, end = [], 0
+    for item in slices:
+        end += len(item.token_ids)
+        if item.sample is not None:
+            rows.append(end - 1)
+    return torch.tensor(rows, dtype=torch.int64)
