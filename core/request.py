@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
@@ -124,4 +124,3 @@ class WorkUsage:
     computed_tokens: int = 0  # prompt tokens this worker computed
     kv_blocks_received: int = 0
     kv_bytes_received: int = 0
-    notes: tuple[str, ...] = field(default=())

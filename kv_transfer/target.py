@@ -1,4 +1,4 @@
-"""The side of a hand-off that is written to. Without clock or socket; the life of a hand-off: kv_transfer/session.py."""
+"""The side of a hand-off that is written to. Without clock or socket; its life: kv_transfer/session.py."""
 
 from __future__ import annotations
 

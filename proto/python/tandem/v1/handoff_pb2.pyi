@@ -7,9 +7,8 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class HandoffNotice(_message.Message):
-    __slots__ = ("handoff_id", "sender_incarnation", "generation", "pushed", "landed", "stop", "quiet", "renew", "push_prefix")
+    __slots__ = ("handoff_id", "generation", "pushed", "landed", "stop", "quiet", "renew", "push_prefix")
     HANDOFF_ID_FIELD_NUMBER: _ClassVar[int]
-    SENDER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     PUSHED_FIELD_NUMBER: _ClassVar[int]
     LANDED_FIELD_NUMBER: _ClassVar[int]
@@ -18,7 +17,6 @@ class HandoffNotice(_message.Message):
     RENEW_FIELD_NUMBER: _ClassVar[int]
     PUSH_PREFIX_FIELD_NUMBER: _ClassVar[int]
     handoff_id: str
-    sender_incarnation: str
     generation: int
     pushed: BlocksPushed
     landed: Landed
@@ -26,7 +24,7 @@ class HandoffNotice(_message.Message):
     quiet: Quiet
     renew: Renew
     push_prefix: PushPrefix
-    def __init__(self, handoff_id: _Optional[str] = ..., sender_incarnation: _Optional[str] = ..., generation: _Optional[int] = ..., pushed: _Optional[_Union[BlocksPushed, _Mapping]] = ..., landed: _Optional[_Union[Landed, _Mapping]] = ..., stop: _Optional[_Union[StopPushing, _Mapping]] = ..., quiet: _Optional[_Union[Quiet, _Mapping]] = ..., renew: _Optional[_Union[Renew, _Mapping]] = ..., push_prefix: _Optional[_Union[PushPrefix, _Mapping]] = ...) -> None: ...
+    def __init__(self, handoff_id: _Optional[str] = ..., generation: _Optional[int] = ..., pushed: _Optional[_Union[BlocksPushed, _Mapping]] = ..., landed: _Optional[_Union[Landed, _Mapping]] = ..., stop: _Optional[_Union[StopPushing, _Mapping]] = ..., quiet: _Optional[_Union[Quiet, _Mapping]] = ..., renew: _Optional[_Union[Renew, _Mapping]] = ..., push_prefix: _Optional[_Union[PushPrefix, _Mapping]] = ...) -> None: ...
 
 class BlocksPushed(_message.Message):
     __slots__ = ("sequence", "first_block", "num_blocks", "num_pushes", "first_token")

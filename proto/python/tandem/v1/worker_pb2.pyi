@@ -63,22 +63,22 @@ class WorkerLoad(_message.Message):
     def __init__(self, waiting_requests: _Optional[int] = ..., running_requests: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., free_blocks: _Optional[int] = ..., used_blocks: _Optional[int] = ..., quarantined_blocks: _Optional[int] = ...) -> None: ...
 
 class ConnectRequest(_message.Message):
-    __slots__ = ("hello", "start", "reserve", "prefill", "cancel", "peer_joined", "peer_gone")
+    __slots__ = ("hello", "start", "reserve", "prefill", "cancel", "peer_joined", "peer_dead")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
     RESERVE_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
     PEER_JOINED_FIELD_NUMBER: _ClassVar[int]
-    PEER_GONE_FIELD_NUMBER: _ClassVar[int]
+    PEER_DEAD_FIELD_NUMBER: _ClassVar[int]
     hello: RouterHello
     start: StartGeneration
     reserve: ReserveBlocks
     prefill: StartPrefill
     cancel: CancelRequest
     peer_joined: PeerJoined
-    peer_gone: PeerGone
-    def __init__(self, hello: _Optional[_Union[RouterHello, _Mapping]] = ..., start: _Optional[_Union[StartGeneration, _Mapping]] = ..., reserve: _Optional[_Union[ReserveBlocks, _Mapping]] = ..., prefill: _Optional[_Union[StartPrefill, _Mapping]] = ..., cancel: _Optional[_Union[CancelRequest, _Mapping]] = ..., peer_joined: _Optional[_Union[PeerJoined, _Mapping]] = ..., peer_gone: _Optional[_Union[PeerGone, _Mapping]] = ...) -> None: ...
+    peer_dead: PeerDead
+    def __init__(self, hello: _Optional[_Union[RouterHello, _Mapping]] = ..., start: _Optional[_Union[StartGeneration, _Mapping]] = ..., reserve: _Optional[_Union[ReserveBlocks, _Mapping]] = ..., prefill: _Optional[_Union[StartPrefill, _Mapping]] = ..., cancel: _Optional[_Union[CancelRequest, _Mapping]] = ..., peer_joined: _Optional[_Union[PeerJoined, _Mapping]] = ..., peer_dead: _Optional[_Union[PeerDead, _Mapping]] = ...) -> None: ...
 
 class RouterHello(_message.Message):
     __slots__ = ("router_id", "worker")
@@ -154,7 +154,7 @@ class PeerJoined(_message.Message):
     worker: WorkerInfo
     def __init__(self, worker: _Optional[_Union[WorkerInfo, _Mapping]] = ...) -> None: ...
 
-class PeerGone(_message.Message):
+class PeerDead(_message.Message):
     __slots__ = ("worker",)
     WORKER_FIELD_NUMBER: _ClassVar[int]
     worker: WorkerRef
@@ -245,14 +245,14 @@ class Refused(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., reason: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
 
 class PeerConnected(_message.Message):
-    __slots__ = ("peer", "transport", "probe_gbps")
+    __slots__ = ("peer", "lane", "probe_gbps")
     PEER_FIELD_NUMBER: _ClassVar[int]
-    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    LANE_FIELD_NUMBER: _ClassVar[int]
     PROBE_GBPS_FIELD_NUMBER: _ClassVar[int]
     peer: WorkerRef
-    transport: str
+    lane: str
     probe_gbps: float
-    def __init__(self, peer: _Optional[_Union[WorkerRef, _Mapping]] = ..., transport: _Optional[str] = ..., probe_gbps: _Optional[float] = ...) -> None: ...
+    def __init__(self, peer: _Optional[_Union[WorkerRef, _Mapping]] = ..., lane: _Optional[str] = ..., probe_gbps: _Optional[float] = ...) -> None: ...
 
 class HandshakeRequest(_message.Message):
     __slots__ = ("peer",)
@@ -327,6 +327,16 @@ class AnnounceRequest(_message.Message):
     def __init__(self, worker: _Optional[_Union[WorkerInfo, _Mapping]] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., draining: _Optional[bool] = ...) -> None: ...
 
 class AnnounceResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ReportDeathRequest(_message.Message):
+    __slots__ = ("worker",)
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    worker: WorkerRef
+    def __init__(self, worker: _Optional[_Union[WorkerRef, _Mapping]] = ...) -> None: ...
+
+class ReportDeathResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 

@@ -161,6 +161,11 @@ class RouterServiceStub:
                 request_serializer=tandem_dot_v1_dot_worker__pb2.AnnounceRequest.SerializeToString,
                 response_deserializer=tandem_dot_v1_dot_worker__pb2.AnnounceResponse.FromString,
                 _registered_method=True)
+        self.ReportDeath = channel.unary_unary(
+                '/tandem.v1.RouterService/ReportDeath',
+                request_serializer=tandem_dot_v1_dot_worker__pb2.ReportDeathRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_worker__pb2.ReportDeathResponse.FromString,
+                _registered_method=True)
         self.GetStatus = channel.unary_unary(
                 '/tandem.v1.RouterService/GetStatus',
                 request_serializer=tandem_dot_v1_dot_worker__pb2.GetStatusRequest.SerializeToString,
@@ -174,6 +179,13 @@ class RouterServiceServicer:
 
     def Announce(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReportDeath(self, request, context):
+        """From whoever saw the process end: only then may blocks that it could still write be used again.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -192,6 +204,11 @@ def add_RouterServiceServicer_to_server(servicer, server):
                     servicer.Announce,
                     request_deserializer=tandem_dot_v1_dot_worker__pb2.AnnounceRequest.FromString,
                     response_serializer=tandem_dot_v1_dot_worker__pb2.AnnounceResponse.SerializeToString,
+            ),
+            'ReportDeath': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReportDeath,
+                    request_deserializer=tandem_dot_v1_dot_worker__pb2.ReportDeathRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_worker__pb2.ReportDeathResponse.SerializeToString,
             ),
             'GetStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStatus,
@@ -227,6 +244,33 @@ class RouterService:
             '/tandem.v1.RouterService/Announce',
             tandem_dot_v1_dot_worker__pb2.AnnounceRequest.SerializeToString,
             tandem_dot_v1_dot_worker__pb2.AnnounceResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReportDeath(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.RouterService/ReportDeath',
+            tandem_dot_v1_dot_worker__pb2.ReportDeathRequest.SerializeToString,
+            tandem_dot_v1_dot_worker__pb2.ReportDeathResponse.FromString,
             options,
             channel_credentials,
             insecure,

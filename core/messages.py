@@ -1,0 +1,107 @@
+"""What router and workers say to each other over their one stream (proto/tandem/v1/worker.proto)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from core.handoff import HandoffTicket
+from core.membership import WorkerInfo, WorkerLoad, WorkerRef
+from core.request import GenerateRequest, TokenDelta
+
+# --- router to worker ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class StartGeneration:
+    """To a decode worker: prefill and decode here."""
+
+    request: GenerateRequest
+
+
+@dataclass(frozen=True, slots=True)
+class ReserveBlocks:
+    """To a decode worker: take blocks, then answer Reserved or Refused. `source` will push."""
+
+    request: GenerateRequest
+    handoff_id: str
+    source: WorkerRef
+
+
+@dataclass(frozen=True, slots=True)
+class StartPrefill:
+    """To a prefill worker: compute, push to the ticket's pages, return the first token."""
+
+    request: GenerateRequest
+    ticket: HandoffTicket
+
+
+@dataclass(frozen=True, slots=True)
+class CancelRequest:
+    """Free what this request holds. Unknown requests are ignored."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class PeerJoined:
+    """Connect to this worker before a request needs it."""
+
+    worker: WorkerInfo
+
+
+@dataclass(frozen=True, slots=True)
+class PeerDead:
+    """The process of this incarnation has ended: nothing more will come from it."""
+
+    worker: WorkerRef
+
+
+Command = StartGeneration | ReserveBlocks | StartPrefill | CancelRequest | PeerJoined | PeerDead
+
+
+# --- worker to router ---------------------------------------------------------------------------------------------
+
+
+class RefuseReason(StrEnum):
+    """Why a worker will not go on with a request."""
+
+    BAD_REQUEST = "bad_request"  # can never be served here; `message` says why
+    NO_BLOCKS = "no_blocks"  # waited its bound without room in the KV pool
+    TRANSFER_FAILED = "transfer_failed"  # the KV did not land
+    DRAINING = "draining"  # takes nothing new
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    request_id: str
+    ticket: HandoffTicket
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The request is over on this worker, which holds nothing of it that is not locked by a transfer."""
+
+    request_id: str
+    reason: RefuseReason
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What one engine step drew, and how the worker's load is after it; once a second when idle."""
+
+    deltas: tuple[TokenDelta, ...]
+    load: WorkerLoad
+
+
+@dataclass(frozen=True, slots=True)
+class PeerConnected:
+    """The KV path to a peer is warm; `lane` and `probe_gbps` as measured."""
+
+    peer: WorkerRef
+    lane: str
+    probe_gbps: float
+
+
+Answer = StepOutput | Reserved | Refused | PeerConnected

@@ -1,0 +1,166 @@
+"""What a decode worker does for each request, without clock or socket.
+
+A request whose prompt is prefilled elsewhere:
+1. WAITING: no room in the pool yet; first come, first served, for a bounded time.
+2. RESERVED: prefix hits are held, the other blocks are locked for the source; the ticket went to the router.
+3. RUNNING: the KV landed; the scheduler draws tokens from position 1 on.
+A request without a prefill worker is RUNNING at once and is prefilled here in chunks.
+
+Mirror image: prefill_worker/session.py.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, replace
+
+from core.errors import BadRequest
+from core.membership import WorkerRef
+from core.messages import Refused, RefuseReason, Reserved
+from core.request import GenerateRequest, TokenDelta, WorkUsage
+from engine.scheduler import Progress, Scheduler
+from engine.sequence import Sequence
+from kv_transfer.effects import Effect as KvEffect
+from kv_transfer.effects import TargetFailed, TargetLanded
+from kv_transfer.session import HandoffSessions
+
+Effect = KvEffect | Reserved | Refused | TokenDelta
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeConfig:
+    """reserve_timeout_s: how long a request may wait for room in the KV pool. block_bytes: of one KV block."""
+
+    reserve_timeout_s: float = 30.0
+    block_bytes: int = 0
+
+
+@dataclass(slots=True)
+class _Waiting:
+    sequence: Sequence
+    handoff_id: str
+    source: WorkerRef
+    deadline_s: float
+
+
+@dataclass(slots=True)
+class _Reserved:
+    sequence: Sequence
+    hits: list[int]
+
+
+class DecodeSession:
+    """All requests of one decode worker."""
+
+    def __init__(self, config: DecodeConfig, scheduler: Scheduler, handoffs: HandoffSessions) -> None:
+        self._config = config
+        self._scheduler = scheduler
+        self._handoffs = handoffs
+        self._waiting: deque[_Waiting] = deque()
+        self._reserved: dict[str, _Reserved] = {}  # by handoff id
+        self._handoff_of: dict[str, str] = {}  # request id -> handoff id, while reserved
+        self._landed_blocks: dict[str, int] = {}  # request id -> blocks received, until its first delta
+
+    def __len__(self) -> int:
+        """Requests that are waiting or reserved; running ones are the scheduler's."""
+        return len(self._waiting) + len(self._reserved)
+
+    def start(self, request: GenerateRequest) -> list[Effect]:
+        """Prefill and decode here."""
+        try:
+            self._scheduler.add(self._scheduler.new_sequence(request))
+        except BadRequest as error:
+            return [Refused(request.request_id, RefuseReason.BAD_REQUEST, str(error))]
+        return []
+
+    def reserve(self, request: GenerateRequest, handoff_id: str, source: WorkerRef, now: float) -> list[Effect]:
+        """Take blocks for the prompt, or wait for room."""
+        try:
+            sequence = self._scheduler.new_sequence(request)
+        except BadRequest as error:
+            return [Refused(request.request_id, RefuseReason.BAD_REQUEST, str(error))]
+        deadline_s = now + self._config.reserve_timeout_s
+        self._waiting.append(_Waiting(sequence, handoff_id, source, deadline_s))
+        return self.serve_waiting(now)
+
+    def serve_waiting(self, now: float) -> list[Effect]:
+        """Reserve for those who wait, in order, as far as the pool has room."""
+        effects: list[Effect] = []
+        while self._waiting:
+            item = self._waiting[0]
+            sequence = item.sequence
+            num_blocks = sequence.num_blocks_to(sequence.request.num_prompt_tokens)
+            taken = self._scheduler.pool.acquire(sequence.reusable_hashes(), num_blocks)
+            if taken is None:
+                break
+            self._waiting.popleft()
+            hits, fresh = taken
+            sequence.num_cached_prompt = len(hits) * self._scheduler.limits.block_size
+            self._reserved[item.handoff_id] = _Reserved(sequence, hits)
+            self._handoff_of[sequence.request_id] = item.handoff_id
+            ticket = self._handoffs.target.reserve(item.handoff_id, item.source, len(hits), tuple(fresh), now)
+            effects.append(Reserved(sequence.request_id, ticket))
+        return effects
+
+    def landed(self, outcome: TargetLanded) -> list[Effect]:
+        """The prompt's KV is here and verified: decode from the next step on."""
+        reserved = self._reserved.pop(outcome.handoff_id)
+        sequence = reserved.sequence
+        del self._handoff_of[sequence.request_id]
+        if outcome.first_token is None:
+            self._scheduler.pool.release([*reserved.hits, *outcome.blocks])
+            return [Refused(sequence.request_id, RefuseReason.TRANSFER_FAILED, "landed without a first token")]
+        self._landed_blocks[sequence.request_id] = len(outcome.blocks)
+        ended = self._scheduler.add_landed(sequence, [*reserved.hits, *outcome.blocks], outcome.first_token)
+        if ended is not None:
+            del self._landed_blocks[sequence.request_id]
+        return []
+
+    def failed(self, outcome: TargetFailed) -> list[Effect]:
+        """The KV will not come: what is not locked is free, and the router must plan again."""
+        reserved = self._reserved.pop(outcome.handoff_id, None)
+        if reserved is None:
+            return []
+        self._scheduler.pool.release(reserved.hits)
+        request_id = reserved.sequence.request_id
+        del self._handoff_of[request_id]
+        return [Refused(request_id, RefuseReason.TRANSFER_FAILED, outcome.reason)]
+
+    def progressed(self, progress: list[Progress]) -> list[Effect]:
+        """The tokens of one step."""
+        return [self._with_usage(item.delta) for item in progress if item.delta is not None]
+
+    def cancel(self, request_id: str, now: float) -> list[Effect]:
+        """Free what the request holds, in whatever state it is."""
+        self._landed_blocks.pop(request_id, None)
+        for item in self._waiting:
+            if item.sequence.request_id == request_id:
+                self._waiting.remove(item)
+                return []
+        handoff_id = self._handoff_of.pop(request_id, None)
+        if handoff_id is None:
+            self._scheduler.cancel(request_id)
+            return []
+        self._scheduler.pool.release(self._reserved.pop(handoff_id).hits)
+        return list(self._handoffs.target.cancel(handoff_id, "cancelled", now))
+
+    def tick(self, now: float) -> list[Effect]:
+        """Refuse those who waited too long for room; serve the others."""
+        effects: list[Effect] = []
+        while self._waiting and now >= self._waiting[0].deadline_s:
+            late = self._waiting.popleft()
+            message = f"no room in the KV pool for {self._config.reserve_timeout_s} s"
+            effects.append(Refused(late.sequence.request_id, RefuseReason.NO_BLOCKS, message))
+        return effects + self.serve_waiting(now)
+
+    def _with_usage(self, delta: TokenDelta) -> TokenDelta:
+        """Add to the first delta what was received for the request."""
+        num_blocks = self._landed_blocks.pop(delta.request_id, None)
+        if num_blocks is None:
+            return delta
+        received = replace(
+            delta.usage or WorkUsage(),
+            kv_blocks_received=num_blocks,
+            kv_bytes_received=num_blocks * self._config.block_bytes,
+        )
+        return replace(delta, usage=received)

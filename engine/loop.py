@@ -1,0 +1,74 @@
+"""Runs one engine step after another: plan here, compute in a thread, commit here.
+
+The scheduler and the block pool are touched only from the event loop, so nothing needs a lock; while a step
+computes, the loop goes on taking requests, notices and cancellations.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from engine.runner import ModelRunner
+from engine.scheduler import Progress, Scheduler
+from engine.step import StepPlan
+
+
+@dataclass(slots=True)
+class StepStats:
+    """Counters since start, for metrics."""
+
+    num_steps: int = 0
+    num_tokens: int = 0
+    seconds: float = 0.0
+
+
+class EngineLoop:
+    """Owns the step thread. `on_step` is called in the event loop after each commit, with what progressed."""
+
+    def __init__(self, scheduler: Scheduler, runner: ModelRunner, on_step: Callable[[list[Progress]], None]) -> None:
+        self._scheduler = scheduler
+        self._runner = runner
+        self._on_step = on_step
+        self._wake = asyncio.Event()
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine-step")
+        self._task: asyncio.Task[None] | None = None
+        self.stats = StepStats()
+
+    def start(self) -> asyncio.Task[None]:
+        """Begin stepping. The task ends only by `stop` or by an error, which is then its result."""
+        self._task = asyncio.get_running_loop().create_task(self._run())
+        return self._task
+
+    def wake(self) -> None:
+        """There may be something to plan."""
+        self._wake.set()
+
+    async def stop(self) -> None:
+        """End after the step in flight. Idempotent."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+        self._thread.shutdown(wait=True)
+
+    async def _run(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            self._wake.clear()
+            plan = self._scheduler.plan()
+            if plan is None:
+                await self._wake.wait()
+                continue
+            drawn = await loop.run_in_executor(self._thread, self._compute, plan)
+            self._on_step(self._scheduler.commit(plan, drawn))
+
+    def _compute(self, plan: StepPlan) -> list[int | None]:
+        start_s = time.perf_counter()
+        drawn = self._runner.run(plan)
+        self.stats.num_steps += 1
+        self.stats.num_tokens += plan.num_tokens
+        self.stats.seconds += time.perf_counter() - start_s
+        return drawn

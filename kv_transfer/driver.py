@@ -1,0 +1,106 @@
+"""Performs what the hand-off sessions ask for, over a real transport, and brings back what came of it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from typing import Protocol
+
+from core.errors import TransferFailed, WorkerLost
+from core.handoff import BlocksPushed
+from core.membership import WorkerRef
+from kv_transfer.effects import Effect, Notify, Push, SourceEnded, TargetFailed, TargetLanded
+from kv_transfer.notice_codec import decode_notice, encode_notice
+from kv_transfer.session import HandoffSessions
+from kv_transfer.transport import PeerLink, PoolDescription, Transport
+
+
+logger = logging.getLogger(__name__)
+
+Clock = Callable[[], float]
+Outcome = SourceEnded | TargetLanded | TargetFailed
+
+
+class OutcomeHandler(Protocol):
+    """The role's session: told of every hand-off that ended; its answers to that are its own to perform."""
+
+    def __call__(self, outcome: Outcome) -> None: ...
+
+
+class HandoffDriver:
+    """One worker's hand-offs over one transport. All calls come from one asyncio loop."""
+
+    def __init__(
+        self, transport: Transport, sessions: HandoffSessions, clock: Clock, on_outcome: OutcomeHandler
+    ) -> None:
+        self._transport = transport
+        self._sessions = sessions
+        self._clock = clock
+        self._on_outcome = on_outcome
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.on_peer_lost: Callable[[WorkerRef], None] = lambda _peer: None
+        transport.listen(self._notice, self._peer_lost)
+
+    def perform(self, effects: Iterable[Effect]) -> None:
+        """Start each effect; outcomes come back through the sessions."""
+        for effect in effects:
+            match effect:
+                case Push():
+                    self._spawn(self._push(effect))
+                case Notify():
+                    self._spawn(self._notify(effect))
+                case SourceEnded() | TargetLanded() | TargetFailed():
+                    self._on_outcome(effect)
+
+    async def connect(self, peer: PoolDescription) -> PeerLink:
+        """Warm the path to a peer. Raises as Transport.connect."""
+        return await self._transport.connect(peer)
+
+    def peer_dead(self, peer: WorkerRef) -> Awaitable[None]:
+        """The peer's process has ended: end its hand-offs and forget it."""
+        self.perform(self._sessions.peer_dead(peer, self._clock()))
+        return self._transport.drop(peer)
+
+    def tick(self) -> None:
+        """Let leases and retries see the time; call it a few times a second."""
+        self.perform(self._sessions.tick(self._clock()))
+
+    async def close(self, timeout_s: float) -> None:
+        """Wait, bounded, for what is under way, then close the transport."""
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=timeout_s)
+        await self._transport.close()
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _push(self, push: Push) -> None:
+        delivered = True
+        try:
+            await self._transport.push(push.peer, push.source_blocks, push.target_blocks, encode_notice(push.notice))
+        except (TransferFailed, WorkerLost) as error:
+            logger.warning("push failed handoff_id=%s peer=%s error=%s", push.notice.handoff_id, push.peer, error)
+            delivered = False
+        assert isinstance(push.notice.body, BlocksPushed)
+        source = self._sessions.source
+        self.perform(source.push_settled(push.notice.handoff_id, push.notice.body.sequence, delivered=delivered))
+
+    async def _notify(self, effect: Notify) -> None:
+        try:
+            await self._transport.notify(effect.peer, encode_notice(effect.notice))
+        except (TransferFailed, WorkerLost):
+            self._peer_lost(effect.peer)
+
+    def _notice(self, sender: WorkerRef, payload: bytes) -> None:
+        notice = decode_notice(payload)
+        if notice is None:
+            logger.warning("notice dropped: not readable sender=%s bytes=%d", sender, len(payload))
+            return
+        self.perform(self._sessions.notice(sender, notice, self._clock()))
+
+    def _peer_lost(self, peer: WorkerRef) -> None:
+        self.perform(self._sessions.peer_lost(peer, self._clock()))
+        self.on_peer_lost(peer)

@@ -1,0 +1,74 @@
+"""Hand-off notices as bytes (proto/tandem/v1/handoff.proto)."""
+
+from __future__ import annotations
+
+from typing import assert_never
+
+from google.protobuf.message import DecodeError
+
+from core.handoff import BlocksPushed, HandoffNotice, Landed, NoticeBody, PushPrefix, Quiet, Renew, StopPushing
+from core.identity import BlockHash
+from tandem.v1 import handoff_pb2
+
+
+def encode_notice(notice: HandoffNotice) -> bytes:
+    """The notice's wire form."""
+    message = handoff_pb2.HandoffNotice(handoff_id=notice.handoff_id, generation=notice.generation)
+    match notice.body:
+        case BlocksPushed() as body:
+            pushed = handoff_pb2.BlocksPushed(
+                sequence=body.sequence,
+                first_block=body.first_block,
+                num_blocks=body.num_blocks,
+                num_pushes=body.num_pushes,
+                first_token=body.first_token,
+            )
+            message.pushed.CopyFrom(pushed)
+        case Landed():
+            message.landed.SetInParent()
+        case StopPushing():
+            message.stop.SetInParent()
+        case Quiet(reason):
+            message.quiet.reason = reason
+            message.quiet.SetInParent()
+        case Renew():
+            message.renew.SetInParent()
+        case PushPrefix(block_hashes, block_ids):
+            message.push_prefix.block_hashes.extend(block_hashes)
+            message.push_prefix.block_ids.extend(block_ids)
+            message.push_prefix.SetInParent()
+        case _:
+            assert_never(notice.body)
+    return message.SerializeToString()
+
+
+def decode_notice(payload: bytes) -> HandoffNotice | None:
+    """The notice, or None when the bytes are not one that this revision knows."""
+    message = handoff_pb2.HandoffNotice()
+    try:
+        message.ParseFromString(payload)
+    except DecodeError:
+        return None
+    body = _decode_body(message)
+    return HandoffNotice(message.handoff_id, message.generation, body) if body is not None else None
+
+
+def _decode_body(message: handoff_pb2.HandoffNotice) -> NoticeBody | None:
+    match message.WhichOneof("notice"):
+        case "pushed":
+            pushed = message.pushed
+            first_token = pushed.first_token if pushed.HasField("first_token") else None
+            return BlocksPushed(pushed.sequence, pushed.first_block, pushed.num_blocks, pushed.num_pushes, first_token)
+        case "landed":
+            return Landed()
+        case "stop":
+            return StopPushing()
+        case "quiet":
+            return Quiet(message.quiet.reason)
+        case "renew":
+            return Renew()
+        case "push_prefix":
+            hashes = tuple(BlockHash(value) for value in message.push_prefix.block_hashes)
+            return PushPrefix(hashes, tuple(message.push_prefix.block_ids))
+        case _:
+            return None
