@@ -1,0 +1,313 @@
+"""All calls to NIXL, by one thread: peers, operations, and what becomes of them. No asyncio, no locks, no waiting.
+
+Life of an operation:
+  1. posted: the handle is kept; source pages may still be read.
+  2. polled until NIXL says DONE, or that the peer's endpoint is dead. Nothing else makes pages quiet: a released
+     handle goes on moving bytes.
+  3. settled: the handle is released and the caller told.
+Life of a peer: added, then announced (its probe went well), then closing (dropped by us) or lost (endpoint dead),
+and removed from NIXL when its last operation has settled.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from core.errors import PeerRefused, TransferFailed, WorkerLost
+from core.membership import WorkerRef
+from kv_transfer.nixl_library import NixlLibrary
+from kv_transfer.nixl_operation import Completion, Operation, Peer, Settled
+from kv_transfer.pool import MemoryPool, parse_ref
+from kv_transfer.stats import TransportStats
+
+logger = logging.getLogger(__name__)
+
+Indices = NDArray[np.int32]
+
+_LOCAL_SIDE: Final = "NIXL_INIT_AGENT"
+
+# Every notification starts with one of these; NIXL would send none for an empty notice.
+_NOTICE: Final = b"N"
+_GOODBYE: Final = b"G"  # its sender is closing
+_GOODBYE_POLLS: Final = 20  # notifications leave while their sender polls
+
+
+class NixlEngine:
+    """One agent, its registered pool, and a scratch region that peers may write probes to.
+
+    Args:
+        scratch: memory that carries nothing; peers overwrite it when they connect.
+        on_notice: (sender, notice).
+        on_lost: an announced peer said goodbye or its endpoint is dead; told once.
+    """
+
+    def __init__(
+        self,
+        library: NixlLibrary,
+        name: str,
+        pool: MemoryPool,
+        scratch: MemoryPool,
+        on_notice: Callable[[WorkerRef, bytes], None],
+        on_lost: Callable[[WorkerRef], None],
+    ) -> None:
+        self._library = library
+        self._agent = library.open_agent(name)
+        self._pool = pool
+        self._scratch = scratch
+        self._on_notice = on_notice
+        self._on_lost = on_lost
+        self._peers: dict[WorkerRef, Peer] = {}
+        self._operations: list[Operation] = []
+        self._drain_waiters: list[Completion] = []
+        self.stats = TransportStats()
+        self._registered = [self._register(region) for region in (pool, scratch)]
+        self._blocks = self._prepare(_LOCAL_SIDE, pool)
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._operations)
+
+    def metadata(self) -> bytes:
+        """What a peer's agent needs to reach this one."""
+        metadata: bytes = self._agent.get_agent_metadata()
+        return metadata
+
+    def add_peer(self, ref: WorkerRef, metadata: bytes, pool: MemoryPool, scratch: MemoryPool) -> None:
+        """Make ready to write to a peer.
+
+        Raises: PeerRefused: the metadata is not that peer's, or does not cover its pool. WorkerLost: no route to
+            it, or its earlier operations have not settled yet.
+        """
+        if ref in self._peers:
+            raise WorkerLost(ref.worker_id, "earlier operations to it have not settled")
+        try:
+            added = self._agent.add_remote_agent(metadata)
+        except self._library.errors as error:
+            if "Backend" in type(error).__name__:
+                raise WorkerLost(ref.worker_id, f"no route to it: {error}") from error
+            raise PeerRefused("agent_metadata", "readable", f"{type(error).__name__}: {error}") from error
+        name = added.decode() if isinstance(added, bytes) else added
+        try:
+            if name != str(ref):
+                raise PeerRefused("agent_metadata", str(ref), name)
+            self._peers[ref] = Peer(ref, self._prepare(name, pool), scratch)
+        except self._library.errors as error:
+            self._agent.remove_remote_agent(name)
+            raise PeerRefused("base_address", "a registered pool", f"{type(error).__name__}: {error}") from error
+        except PeerRefused:
+            self._agent.remove_remote_agent(name)
+            raise
+
+    def announce(self, ref: WorkerRef) -> None:
+        """From now on the peer's loss is reported to `on_lost`, not to who connects."""
+        self._usable(ref).announced = True
+
+    def write(
+        self, ref: WorkerRef, source_blocks: Indices, target_blocks: Indices, notice: bytes, done: Completion
+    ) -> None:
+        """Post a push; `done` resolves to Settled. Block ids were checked by the caller.
+
+        One descriptor a block, adjacent blocks not merged: at 720 KiB a block merging gains nothing over CMA or
+        TCP, and building merged lists costs more than it saves below 8 blocks (bench/kv_transfer.py).
+        """
+        peer = self._usable(ref)
+        try:
+            handle = self._agent.make_prepped_xfer(
+                "WRITE", self._blocks, source_blocks, peer.blocks, target_blocks, _NOTICE + notice
+            )
+        except self._library.errors as error:
+            self.stats.failed += 1
+            raise TransferFailed(f"push to {ref} not posted: {type(error).__name__}: {error}") from error
+        self._post(peer, handle, done, payload_bytes=len(source_blocks) * self._pool.block_bytes, has_notice=True)
+
+    def probe(self, ref: WorkerRef, num_bytes: int, done: Completion) -> None:
+        """Write `num_bytes` of scratch to the peer's scratch, without a notification; `done` resolves to Settled."""
+        peer = self._usable(ref)
+        sides = [
+            self._agent.get_xfer_descs([(region.base_address, num_bytes, region.device_id)], region.memory_kind)
+            for region in (self._scratch, peer.scratch)
+        ]
+        try:
+            handle = self._agent.initialize_xfer("WRITE", *sides, peer.name)
+        except self._library.errors as error:
+            raise PeerRefused("agent_metadata", "a registered scratch region", str(error)) from error
+        self._post(peer, handle, done, payload_bytes=0, has_notice=False)
+
+    def notify(self, ref: WorkerRef, notice: bytes) -> None:
+        """Queue a notice; it leaves with this and the next polls. Raises: WorkerLost."""
+        peer = self._usable(ref)
+        try:
+            self._agent.send_notif(peer.name, _NOTICE + notice)
+        except self._library.errors as error:
+            self.stats.failed += 1
+            self._lose(peer)
+            self._remove_if_settled(peer)
+            raise WorkerLost(ref.worker_id, f"notice: {type(error).__name__}: {error}") from error
+        self.stats.notices_sent += 1
+
+    def drop(self, ref: WorkerRef, done: Completion) -> None:
+        """Take nothing new for a peer; `done` resolves once nothing is in flight to it and it is forgotten."""
+        peer = self._peers.get(ref)
+        if peer is None:
+            done.resolve(None)
+            return
+        peer.drop_waiters.append(done)
+        self._remove_if_settled(peer)
+
+    def drain(self, done: Completion) -> None:
+        """`done` resolves once nothing is in flight to anyone."""
+        self._drain_waiters.append(done)
+
+    def poll(self) -> bool:
+        """Move everything on by one step. Returns whether anything happened."""
+        notices = self._agent.get_new_notifs()
+        for sender, messages in notices.items():
+            for message in messages:
+                self._receive(sender, message)
+        settled: list[Operation] = []
+        open_operations: list[Operation] = []
+        for operation in self._operations:
+            (settled if self._advance(operation) else open_operations).append(operation)
+        self._operations = open_operations
+        for operation in settled:
+            self._remove_if_settled(operation.peer)
+        while self._drain_waiters and not self._operations:
+            self._drain_waiters.pop().resolve(None)
+        self.stats.in_flight = len(self._operations)
+        self.stats.zombies = sum(operation.peer.leaving for operation in self._operations)
+        return bool(notices or settled)
+
+    def close(self) -> None:
+        """Say goodbye and free the agent. Operations in flight end with it: writes stop when their sender is gone.
+
+        UCX notices that an agent is gone by its TCP connection or its process: over shared memory, with the process
+        alive, peers would go on writing. Peers that we never connected to cannot be told.
+        """
+        self._say_goodbye()
+        if self._operations:
+            logger.warning("closing with %d operations in flight", len(self._operations))
+        for operation in self._operations:
+            operation.done.fail(WorkerLost(operation.peer.ref.worker_id, "transport closed before the peer answered"))
+            self._release(operation)
+        self._operations.clear()
+        for peer in list(self._peers.values()):
+            self._remove(peer)
+        self._blocks.release()
+        for registration in self._registered:
+            self._agent.deregister_memory(registration)
+        self._blocks = self._agent = None  # the last references: only now do peers see us gone
+
+    def _receive(self, sender: str, message: bytes) -> None:
+        kind, notice = message[:1], message[1:]
+        if "@" not in sender or kind not in (_NOTICE, _GOODBYE):
+            logger.warning("notification of unknown form from %r ignored", sender)
+            return
+        ref = parse_ref(sender)
+        if kind == _NOTICE:
+            self.stats.notices_received += 1
+            self._on_notice(ref, notice)
+        elif (peer := self._peers.get(ref)) is not None:
+            self._lose(peer)
+            self._remove_if_settled(peer)
+
+    def _say_goodbye(self) -> None:
+        """Not to who may still get bytes of ours: goodbye means that none will come."""
+        for peer in self._peers.values():
+            if not peer.lost and not peer.num_operations:
+                with suppress(*self._library.errors):
+                    self._agent.send_notif(peer.name, _GOODBYE)
+        for _ in range(_GOODBYE_POLLS if self._peers else 0):
+            self._agent.get_new_notifs()
+
+    def _post(self, peer: Peer, handle: Any, done: Completion, payload_bytes: int, has_notice: bool) -> None:
+        operation = Operation(peer, handle, done, payload_bytes, has_notice, time.perf_counter())
+        peer.num_operations += 1
+        if self._is_over(operation, lambda: self._agent.transfer(handle), in_post=True):
+            self._remove_if_settled(peer)
+        else:
+            self._operations.append(operation)
+
+    def _advance(self, operation: Operation) -> bool:
+        return self._is_over(operation, lambda: self._agent.check_xfer_state(operation.handle), in_post=False)
+
+    def _is_over(self, operation: Operation, step: Callable[[], str], in_post: bool) -> bool:
+        """Take one step of an operation; whether it is settled. Tells its caller if so.
+
+        Any error counts as a dead endpoint: part of a push may have been posted before it was raised, so the peer
+        cannot be trusted with more. NIXL 1.5.1 raises where its API promises the state "ERR"; both are caught.
+        """
+        try:
+            state = step()
+        except self._library.errors as error:
+            state, reason = "ERR", f"{type(error).__name__}: {error}"
+        else:
+            reason = "transfer error"
+        if state == "PROC":
+            return False
+        seconds = time.perf_counter() - operation.posted_s
+        self._release(operation)
+        operation.peer.num_operations -= 1
+        if state == "DONE":
+            self._count(operation, seconds)
+            operation.done.resolve(Settled(seconds, in_post))
+        else:
+            self.stats.failed += 1
+            operation.done.fail(WorkerLost(operation.peer.ref.worker_id, reason))
+            self._lose(operation.peer)
+        return True
+
+    def _count(self, operation: Operation, seconds: float) -> None:
+        self.stats.notices_sent += operation.has_notice
+        if operation.payload_bytes:
+            self.stats.pushes += 1
+            self.stats.bytes_pushed += operation.payload_bytes
+            self.stats.push_seconds += seconds
+
+    def _release(self, operation: Operation) -> None:
+        try:
+            operation.handle.release()
+        except self._library.errors:
+            logger.warning("handle of an operation to %s not released", operation.peer.name, exc_info=True)
+
+    def _usable(self, ref: WorkerRef) -> Peer:
+        peer = self._peers.get(ref)
+        if peer is None or peer.leaving:
+            raise WorkerLost(ref.worker_id, "not connected")
+        return peer
+
+    def _lose(self, peer: Peer) -> None:
+        """The peer's other operations raise too when they are next polled; it is removed after the last."""
+        if peer.lost:
+            return
+        peer.lost = True
+        if peer.announced and not peer.drop_waiters:
+            self.stats.peers_lost += 1
+            self._on_lost(peer.ref)
+
+    def _remove_if_settled(self, peer: Peer) -> None:
+        if peer.leaving and not peer.num_operations and self._peers.get(peer.ref) is peer:
+            self._remove(peer)
+
+    def _remove(self, peer: Peer) -> None:
+        del self._peers[peer.ref]
+        peer.blocks.release()
+        self._agent.remove_remote_agent(peer.name)
+        for waiter in peer.drop_waiters:
+            waiter.resolve(None)
+
+    def _register(self, region: MemoryPool) -> Any:
+        return self._agent.register_memory(
+            [(region.base_address, region.total_bytes, region.device_id, "")], region.memory_kind
+        )
+
+    def _prepare(self, side: str, pool: MemoryPool) -> Any:
+        """One descriptor a block, as a single strided row (address, bytes, device, stride, count)."""
+        row = [pool.base_address, pool.block_bytes, pool.device_id, pool.block_bytes, pool.num_blocks]
+        return self._agent.prep_xfer_dlist(side, np.array([row], dtype=np.uint64), pool.memory_kind)

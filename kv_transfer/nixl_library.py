@@ -1,0 +1,78 @@
+"""The only door to NIXL: sets UCX's environment before the library is loaded, then loads it once.
+
+`nixl_cu13._api` is imported by name, not the meta package `nixl`, which picks a CUDA major by what else is installed.
+Figures and reasons: docs/adr (NIXL), measured with UCX 1.23 as bundled in nixl-cu13 1.5.1.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import os
+from dataclasses import dataclass
+from functools import cache
+from types import ModuleType
+from typing import Any, Final
+
+TRANSPORT_VERSION: Final = importlib.metadata.version("nixl-cu13")
+
+# Set unless the user set them.
+_ENVIRONMENT: Final = {
+    # A black-holed or frozen receiver would otherwise hold a push forever. Longer than any stall of a live one.
+    "UCX_TCP_USER_TIMEOUT": "20s",
+    # Larger segments: reads over TCP are 0.6 times as fast with the defaults.
+    "UCX_TCP_TX_SEG_SIZE": "256k",
+    "UCX_TCP_RX_SEG_SIZE": "512k",
+    # UCX would warn of the two below whenever UCX_TLS leaves shared memory out.
+    "UCX_WARN_UNUSED_ENV_VARS": "n",
+    # NIXL logs to stdout, which belongs to our commands.
+    "NIXL_LOG_LEVEL": "WARN",
+}
+# Lets notifications travel by shared memory beside failure detection: a push is settled in 9 us instead of the
+# target's polling period. Untested with device memory.
+_HOST_MEMORY_ENVIRONMENT: Final = {"UCX_POSIX_ERROR_HANDLING": "y", "UCX_SYSV_ERROR_HANDLING": "y"}
+
+_ERROR_NAMES: Final = (
+    "nixlBackendError",
+    "nixlCancelledError",
+    "nixlInvalidParamError",
+    "nixlMismatchError",
+    "nixlNotAllowedError",
+    "nixlNotFoundError",
+    "nixlNotPostedError",
+    "nixlNotSupportedError",
+    "nixlRepostActiveError",
+    "nixlUnknownError",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class NixlLibrary:
+    """The loaded library. Its errors share no base class, so they are collected here."""
+
+    api: ModuleType
+    disconnect_error: type[Exception]  # the peer's endpoint is dead
+    errors: tuple[type[Exception], ...]  # every error NIXL raises, that one included
+
+    def open_agent(self, name: str) -> Any:
+        """An agent without progress thread (it would spin a core) and with strict locking (the default crashes
+        when a second thread exists). Must be used by one thread only. Takes about 0.4 s the first time.
+
+        Raises: RuntimeError: no UCX plugin, or $HOME is unreadable (NIXL looks for its configuration there).
+        """
+        config = self.api.nixl_agent_config(
+            enable_prog_thread=False, sync_mode=self.api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
+        )
+        return self.api.nixl_agent(name, config)
+
+
+@cache
+def load_nixl(memory_kind: str) -> NixlLibrary:
+    """Load NIXL for "DRAM" or "VRAM" pools. UCX reads its environment once a process: the first call decides."""
+    environment = _ENVIRONMENT | (_HOST_MEMORY_ENVIRONMENT if memory_kind == "DRAM" else {})
+    for name, value in environment.items():
+        os.environ.setdefault(name, value)
+    api = importlib.import_module("nixl_cu13._api")
+    bindings = importlib.import_module("nixl_cu13._bindings")
+    disconnect: type[Exception] = bindings.nixlRemoteDisconnectError
+    return NixlLibrary(api, disconnect, (disconnect, *(getattr(bindings, name) for name in _ERROR_NAMES)))

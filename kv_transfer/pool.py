@@ -1,0 +1,79 @@
+"""What every backend checks before a byte moves: that two pools match, and that block ids lie inside them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from core.errors import InvariantBroken, PeerRefused
+from core.membership import WorkerRef
+from kv_transfer.transport import PoolDescription
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPool:
+    """The memory of a worker's KV blocks: one contiguous run, owned by the caller for the transport's life."""
+
+    base_address: int
+    num_blocks: int
+    block_bytes: int
+    memory_kind: str = "DRAM"  # or "VRAM"
+    device_id: int = 0  # GPU index; 0 for DRAM
+
+    @property
+    def total_bytes(self) -> int:
+        return self.num_blocks * self.block_bytes
+
+    @classmethod
+    def of(cls, description: PoolDescription) -> MemoryPool:
+        """The pool that a peer says it has."""
+        return cls(
+            base_address=description.base_address,
+            num_blocks=description.num_blocks,
+            block_bytes=description.block_bytes,
+            memory_kind=description.memory_kind,
+            device_id=description.device_id,
+        )
+
+
+def require_compatible(ours: PoolDescription, theirs: PoolDescription) -> None:
+    """Raise PeerRefused naming the first field in which two workers may not differ."""
+    if ours.ref == theirs.ref:
+        raise PeerRefused("ref", ours.ref, theirs.ref)
+    for name in ("transport", "transport_version"):
+        _require_same(name, getattr(ours, name), getattr(theirs, name))
+    ours.identity.require_equal(theirs.identity)
+    _require_same("block_bytes", ours.block_bytes, theirs.block_bytes)
+
+
+def require_blocks(
+    source_blocks: Sequence[int], num_source_blocks: int, target_blocks: Sequence[int], num_target_blocks: int
+) -> None:
+    """Raise InvariantBroken unless the lists pair up and every id lies inside its pool.
+
+    NIXL checks ids only against what the peer claimed of itself, and a write to an unmapped page can crash
+    the peer (notes on NIXL, 4.2): so this is checked here, for every push.
+    """
+    if len(source_blocks) != len(target_blocks):
+        raise InvariantBroken(f"{len(source_blocks)} source blocks for {len(target_blocks)} target blocks")
+    _require_inside("source", source_blocks, num_source_blocks)
+    _require_inside("target", target_blocks, num_target_blocks)
+
+
+def parse_ref(name: str) -> WorkerRef:
+    """The WorkerRef whose `str()` is `name`. Raises: ValueError: it has no "@"."""
+    worker_id, at, incarnation = name.rpartition("@")
+    if not at:
+        raise ValueError(f"not a worker name: {name!r}")
+    return WorkerRef(worker_id, incarnation)
+
+
+def _require_same(field: str, ours: object, theirs: object) -> None:
+    if ours != theirs:
+        raise PeerRefused(field, ours, theirs)
+
+
+def _require_inside(side: str, blocks: Sequence[int], num_blocks: int) -> None:
+    if blocks and not (min(blocks) >= 0 and max(blocks) < num_blocks):
+        outside = next(block for block in blocks if not 0 <= block < num_blocks)
+        raise InvariantBroken(f"{side} block {outside} outside the pool of {num_blocks}")

@@ -1,0 +1,106 @@
+"""One worker's end as the transport tests use it: a pool with a fill pattern, and what its handlers heard."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from core.identity import CacheIdentity
+from core.membership import WorkerRef
+from kv_transfer.in_process import InProcessNetwork, InProcessTransport
+from kv_transfer.nixl import NixlTransport
+from kv_transfer.pool import MemoryPool
+from kv_transfer.transport import PoolDescription, Transport
+
+IDENTITY = CacheIdentity(
+    schema_revision=1,
+    weights_digest="weights",
+    tokenizer_digest="tokenizer",
+    kv_dtype="float32",
+    kv_layout="block-layers-kv-heads",
+    block_size=16,
+    num_layers=30,
+    num_kv_heads=3,
+    head_dim=64,
+    tensor_parallel_size=1,
+    numeric_class="test",
+)
+BOUND_S = 5.0  # how long a test waits for what must come
+
+
+@dataclass
+class End:
+    transport: Transport
+    blocks: np.ndarray  # [num_blocks, block_bytes], uint8
+    notices: list[tuple[WorkerRef, bytes]] = field(default_factory=list)
+    lost: list[WorkerRef] = field(default_factory=list)
+    on_notice: Callable[[bytes], None] = lambda _: None
+
+    @property
+    def ref(self) -> WorkerRef:
+        return self.transport.describe().ref
+
+    def listen(self) -> None:
+        self.transport.listen(self._hear, self.lost.append)
+
+    def _hear(self, sender: WorkerRef, notice: bytes) -> None:
+        self.on_notice(notice)
+        self.notices.append((sender, notice))
+
+
+class Ends:
+    """Makes ends of one backend, and closes them."""
+
+    def __init__(self, backend: str) -> None:
+        self.backend = backend
+        self.network = InProcessNetwork()
+        self._made: list[End] = []
+        self._num_refs = 0
+
+    def make(
+        self, worker_id: str, fill: int = 0, num_blocks: int = 32, block_bytes: int = 4096,
+        identity: CacheIdentity = IDENTITY,
+    ) -> End:  # fmt: skip
+        blocks = np.full((num_blocks, block_bytes), fill, dtype=np.uint8)
+        pool = MemoryPool(blocks.ctypes.data, num_blocks, block_bytes)
+        self._num_refs += 1
+        ref = WorkerRef(worker_id, f"{id(self):x}-{self._num_refs}")
+        transport: Transport
+        if self.backend == "nixl":
+            transport = NixlTransport(ref, identity, pool)
+        else:
+            transport = InProcessTransport(self.network, ref, identity, pool)
+        end = End(transport, blocks)
+        end.listen()
+        self._made.append(end)
+        return end
+
+    async def pair(self) -> tuple[End, End]:
+        """A source filled with 1, 2, 3, ... by block and a target filled with 255, connected both ways."""
+        source, target = self.make("prefill-0"), self.make("decode-0", fill=255)
+        source.blocks[:] = np.arange(1, len(source.blocks) + 1, dtype=np.uint8)[:, None]
+        await connect(source, target)
+        await connect(target, source)
+        return source, target
+
+    async def close(self) -> None:
+        for end in self._made:
+            await end.transport.close()
+
+
+async def connect(source: End, target: End, **differences: object) -> None:
+    await source.transport.connect(described(target, **differences))
+
+
+def described(end: End, **differences: object) -> PoolDescription:
+    return replace(end.transport.describe(), **differences)  # type: ignore[arg-type]
+
+
+async def until(condition: Callable[[], bool], bound_s: float = BOUND_S) -> None:
+    """Wait until `condition` holds; fail the test after `bound_s`."""
+    async with asyncio.timeout(bound_s):
+        while not condition():  # noqa: ASYNC110, what is awaited comes from threads and other processes
+            await asyncio.sleep(0.001)
