@@ -1,0 +1,148 @@
+"""The one way through that every front shares.
+
+1. `meter()` opens the request's books; 2. `prepare()` checks and tokenises, before any worker is touched;
+3. `generate()` asks the dispatcher for tokens and turns them into text. Leaving the generator early, for whatever
+reason, closes the dispatcher's, which cancels the request on every worker.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Protocol
+
+from core.errors import BadRequest, InvariantBroken
+from core.request import FinishReason, GenerateRequest, Placement, TokenDelta
+from engine.stop import StopStrings
+from router.front.errors import GenerationFailed
+from router.front.intake import Draft, Intake, ServedModel, TextDecoder, Tokenizer
+from router.front.meter import Endpoint, Meter
+from router.front.usage import Usage, UsageSum
+from telemetry.metrics import RouterMetrics
+
+
+class Dispatcher(Protocol):
+    """Finds workers for a request and merges what they send (router/dispatcher.py)."""
+
+    def generate(self, request: GenerateRequest, placement: Placement) -> AsyncGenerator[TokenDelta, None]:
+        """Each output position exactly once, in order; the last delta has a finish reason.
+
+        Closing it cancels the request on every worker. Raises what core/errors.py lists: Rejected before any
+        token, WorkerLost and TransferFailed at any time.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    """What is new since the last one. Text may lag behind tokens while a character or a stop string is incomplete;
+    `usage` counts everything so far. Exactly the last one has a finish reason, STOP or LENGTH."""
+
+    token_ids: tuple[int, ...]
+    text: str
+    usage: Usage
+    finish_reason: FinishReason | None = None
+    matched_stop: str | None = None
+
+
+class Front:
+    """Serves one model through a dispatcher."""
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        tokenizer: Tokenizer,
+        model: ServedModel,
+        metrics: RouterMetrics,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+        new_request_id: Callable[[], str] = lambda: secrets.token_hex(12),
+    ) -> None:
+        self.model = model
+        self.metrics = metrics
+        self.wall_clock = wall_clock
+        self.new_request_id = new_request_id
+        self._dispatcher = dispatcher
+        self._tokenizer = tokenizer
+        self._intake = Intake(tokenizer, model)
+        self._clock = clock
+        self._open: set[str] = set()
+
+    def meter(self, endpoint: Endpoint, request_id: str) -> Meter:
+        """The books of a request that arrives now; enter it before anything can fail."""
+        return Meter(self.metrics, endpoint, request_id, self._clock)
+
+    async def prepare(self, draft: Draft) -> GenerateRequest:
+        """Check and tokenise. Raises: BadRequest: naming the field in Draft's words."""
+        return await self._intake.prepare(draft)
+
+    async def generate(
+        self, request: GenerateRequest, placement: Placement, meter: Meter
+    ) -> AsyncGenerator[TextDelta, None]:
+        """Stream the output of a prepared request.
+
+        Raises: Rejected, WorkerLost, TransferFailed, PeerRefused: as the dispatcher does;
+            GenerationFailed: a worker ended it with ERROR or ABORT.
+        """
+        if request.request_id in self._open:
+            raise BadRequest("request_id", f"{request.request_id} is already in use by an open request")
+        self._open.add(request.request_id)
+        try:
+            meter.accepted(request)
+            async with aclosing(self._dispatcher.generate(request, placement)) as token_deltas:
+                output = _Output(request, self._tokenizer.decoder())
+                async for token_delta in token_deltas:
+                    delta = output.push(token_delta)
+                    meter.tokens(len(delta.token_ids))
+                    if delta.finish_reason is not None:
+                        meter.finished(delta.finish_reason, delta.usage)
+                    yield delta
+                    if delta.finish_reason is not None:
+                        return
+            raise InvariantBroken(f"request {request.request_id}: the dispatcher's stream ended without a finish")
+        finally:
+            self._open.discard(request.request_id)
+
+
+class _Output:
+    """Turns one request's tokens into text: detokenises, watches for stop strings, adds up usage.
+
+    Workers search the same text with the same class, so both sides end at the same token.
+    """
+
+    def __init__(self, request: GenerateRequest, decoder: TextDecoder) -> None:
+        self._request = request
+        self._decoder = decoder
+        self._stops = StopStrings(request.stop.stop_strings)
+        self._usage = UsageSum(request.num_prompt_tokens)
+
+    def push(self, delta: TokenDelta) -> TextDelta:
+        """The text that became certain with `delta`."""
+        if delta.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
+            raise GenerationFailed(delta.finish_reason, delta.message)
+        self._usage.add(len(delta.token_ids), delta.usage)
+        text, matched = self._search(delta)
+        finish_reason = delta.finish_reason
+        if matched is not None:
+            finish_reason = FinishReason.STOP
+        elif finish_reason is not None:
+            tail, matched = self._flush(delta.matched_stop)
+            text += tail
+        return TextDelta(delta.token_ids, text, self._usage.total(), finish_reason, matched)
+
+    def _search(self, delta: TokenDelta) -> tuple[str, str | None]:
+        """New text and the stop string it completes; text of the tokens before `min_tokens` is not searched."""
+        unsearched = max(0, min(len(delta.token_ids), self._request.stop.min_tokens - 1 - delta.position))
+        text = self._decoder.push(delta.token_ids[:unsearched]) if unsearched else ""
+        result = self._stops.push(self._decoder.push(delta.token_ids[unsearched:]))
+        return text + result.text, result.matched
+
+    def _flush(self, matched_stop: str | None) -> tuple[str, str | None]:
+        """At a finish that no stop string caused: what was held back, and a stop string completed by it."""
+        result = self._stops.push(self._decoder.finish())
+        if result.matched is not None or matched_stop is not None:
+            return result.text, result.matched or matched_stop
+        return result.text + self._stops.finish(), None

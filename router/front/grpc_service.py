@@ -1,0 +1,184 @@
+"""The gRPC front: tandem.v1.InferenceService, grpc.health.v1 and reflection on one server."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Final, NoReturn
+
+import grpc
+from grpc_health.v1 import health, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+from tandem.v1 import inference_pb2, inference_pb2_grpc
+
+from core.errors import BadRequest
+from core.request import Placement
+from router.front.errors import edge_error, renamed
+from router.front.generation import Front, TextDelta
+from router.front.intake import ChatMessage, Draft, Prompt
+from router.front.meter import Endpoint
+from router.front.readiness import Readiness, ReadinessHealth
+
+logger = logging.getLogger("tandem.front.grpc")
+
+SERVICE_NAME: Final = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
+MAX_MESSAGE_BYTES: Final = 16 << 20
+# Gateways ping every 30 s even when idle; the core's defaults would answer with GOAWAY too_many_pings
+# (vllm#55102). `min_recv_ping_interval...` is silently ignored: this is the name that works.
+SERVER_OPTIONS: Final[tuple[tuple[str, int], ...]] = (
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.so_reuseport", 0),  # two routers on one port would split the clients silently
+)
+
+# How this front's callers spell the intake's fields.
+_FIELD_NAMES: Final[Mapping[str, str]] = {
+    "temperature": "sampling.temperature",
+    "top_p": "sampling.top_p",
+    "top_k": "sampling.top_k",
+    "seed": "sampling.seed",
+    "max_tokens": "stopping.max_tokens",
+    "min_tokens": "stopping.min_tokens",
+    "stop": "stopping.stop",
+    "stop_token_ids": "stopping.stop_token_ids",
+}
+_PROMPT_NAMES: Final[Mapping[str, str]] = {"text": "text", "token_ids": "token_ids.ids", "chat": "chat.messages"}
+_PLACEMENTS: Final[Mapping[int, Placement]] = {
+    inference_pb2.PREFILL_PLACEMENT_UNSPECIFIED: Placement.AUTO,
+    inference_pb2.PREFILL_PLACEMENT_REMOTE: Placement.REMOTE,
+    inference_pb2.PREFILL_PLACEMENT_LOCAL: Placement.LOCAL,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class GrpcFront:
+    """A server that is built, not started: add services and ports to `server`, then start it.
+
+    Run `health.follow()` beside it; call `health.enter_graceful_shutdown()` before stopping it.
+    """
+
+    server: grpc.aio.Server
+    health: ReadinessHealth
+
+
+def build_grpc_server(front: Front, readiness: Readiness, other_services: Sequence[str] = ()) -> GrpcFront:
+    """The server with InferenceService, health and reflection.
+
+    Args:
+        other_services: full names of services that the caller adds to the server; reflection lists them.
+    """
+    server = grpc.aio.server(options=SERVER_OPTIONS)
+    inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceServicer(front), server)
+    health_servicer = ReadinessHealth(readiness, (SERVICE_NAME,))
+    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
+    names = (SERVICE_NAME, *other_services, health.SERVICE_NAME, reflection.SERVICE_NAME)
+    reflection.enable_server_reflection(names, server)
+    return GrpcFront(server, health_servicer)
+
+
+class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
+    """tandem.v1.InferenceService over one Front."""
+
+    def __init__(self, front: Front) -> None:
+        self._front = front
+
+    async def Generate(
+        self, request: inference_pb2.GenerateRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
+        """An async generator, not context.write: tracing interceptors break the other form."""
+        request_id = request.request_id or self._front.new_request_id()
+        try:
+            with self._front.meter(Endpoint.GRPC, request_id) as meter:
+                placement, draft = _draft(request, request_id, self._front.model.name)
+                prepared = await self._front.prepare(draft)
+                async with aclosing(self._front.generate(prepared, placement, meter)) as deltas:
+                    async for delta in deltas:
+                        yield _response(request_id, delta)
+        except BadRequest as error:
+            await _abort(context, renamed(error, _names_for(request)))
+        except Exception as error:
+            await _abort(context, error)
+
+    async def GetModelInfo(
+        self, _request: inference_pb2.GetModelInfoRequest, _context: grpc.aio.ServicerContext
+    ) -> inference_pb2.GetModelInfoResponse:
+        model = self._front.model
+        return inference_pb2.GetModelInfoResponse(
+            model=model.name,
+            max_context_tokens=model.max_context_tokens,
+            vocab_size=model.vocab_size,
+            eos_token_ids=model.eos_token_ids,
+        )
+
+
+async def _abort(context: grpc.aio.ServicerContext, error: Exception) -> NoReturn:
+    seen = edge_error(error)
+    if seen.grpc_status is grpc.StatusCode.INTERNAL:
+        logger.error("request failed", exc_info=error)
+    await context.abort(seen.grpc_status, seen.message, seen.grpc_trailers)
+    raise AssertionError("abort raises")
+
+
+def _draft(request: inference_pb2.GenerateRequest, request_id: str, served_name: str) -> tuple[Placement, Draft]:
+    """The request as the intake takes it. Unset optional fields are None, as everywhere."""
+    placement = _PLACEMENTS.get(request.prefill_placement)
+    if placement is None:
+        raise BadRequest("prefill_placement", f"{request.prefill_placement} is not a known placement")
+    sampling, stopping = request.sampling, request.stopping
+    draft = Draft(
+        prompt=_prompt(request),
+        model=request.model or served_name,
+        request_id=request_id,
+        temperature=sampling.temperature if sampling.HasField("temperature") else None,
+        top_p=sampling.top_p if sampling.HasField("top_p") else None,
+        top_k=sampling.top_k,
+        seed=sampling.seed if sampling.HasField("seed") else None,
+        max_tokens=stopping.max_tokens if stopping.HasField("max_tokens") else None,
+        min_tokens=stopping.min_tokens,
+        stop_strings=tuple(stopping.stop),
+        stop_token_ids=tuple(stopping.stop_token_ids),
+        ignore_eos=stopping.ignore_eos,
+        cache_salt=request.cache_salt,
+    )
+    return placement, draft
+
+
+def _prompt(request: inference_pb2.GenerateRequest) -> Prompt:
+    match request.WhichOneof("input"):
+        case "text":
+            return request.text
+        case "token_ids":
+            return tuple(request.token_ids.ids)
+        case "chat":
+            return tuple(ChatMessage(message.role, message.content) for message in request.chat.messages)
+        case _:
+            raise BadRequest("input", "one of text, token_ids and chat is required")
+
+
+def _names_for(request: inference_pb2.GenerateRequest) -> Mapping[str, str]:
+    """Field names, with the prompt under the kind of input that the caller chose."""
+    return {**_FIELD_NAMES, "prompt": _PROMPT_NAMES.get(request.WhichOneof("input") or "", "input")}
+
+
+def _response(request_id: str, delta: TextDelta) -> inference_pb2.GenerateResponse:
+    response = inference_pb2.GenerateResponse(request_id=request_id, token_ids=delta.token_ids, text=delta.text)
+    if delta.finish_reason is not None:
+        usage = delta.usage
+        response.finish_reason = delta.finish_reason
+        response.matched_stop = delta.matched_stop or ""
+        response.usage.CopyFrom(
+            inference_pb2.Usage(
+                prompt_tokens=usage.prompt_tokens,
+                completion_tokens=usage.completion_tokens,
+                cached_tokens=usage.cached_tokens,
+                kv_blocks_moved=usage.kv_blocks_moved,
+                kv_bytes_moved=usage.kv_bytes_moved,
+            )
+        )
+    return response

@@ -1,0 +1,138 @@
+"""What one request leaves behind: its counters, its latencies, one log line."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from enum import StrEnum
+from types import TracebackType
+from typing import Final, Self
+
+from core.errors import BadRequest, Rejected
+from core.request import FinishReason, GenerateRequest
+from core.timeline import Timeline
+from router.front.usage import Usage
+from telemetry.logs import log_state
+from telemetry.metrics import Outcome, RouterMetrics
+
+logger = logging.getLogger("tandem.front")
+
+_LEFT: Final = (asyncio.CancelledError, GeneratorExit, ConnectionError)
+
+
+class Endpoint(StrEnum):
+    """Where a request came in."""
+
+    CHAT = "chat_completions"
+    COMPLETIONS = "completions"
+    GRPC = "grpc_generate"
+
+
+class Meter:
+    """A context around one request, from its arrival until its last byte is out."""
+
+    def __init__(self, metrics: RouterMetrics, endpoint: Endpoint, request_id: str, clock: Callable[[], float]) -> None:
+        self._metrics = metrics
+        self._endpoint = endpoint
+        self._clock = clock
+        self._request_id = request_id
+        self._timeline = Timeline(arrived_s=clock())
+        self._request: GenerateRequest | None = None
+        self._finish_reason: FinishReason | None = None
+        self._usage: Usage | None = None
+        self._failure: Exception | None = None
+
+    def __enter__(self) -> Self:
+        self._metrics.open_requests.inc()
+        self._metrics.peers.waiting.inc()
+        return self
+
+    def accepted(self, request: GenerateRequest) -> None:
+        """The request passed the front's checks and goes to the dispatcher."""
+        self._request = request
+        self._metrics.prompt_tokens.inc(request.num_prompt_tokens)
+        self._metrics.peers.prompt_tokens.observe(request.num_prompt_tokens)
+
+    def tokens(self, count: int) -> None:
+        """`count` tokens go out now."""
+        if count == 0:
+            return
+        now_s, previous_s = self._clock(), self._timeline.last_token_s
+        self._timeline.tokens(count, now_s)
+        self._metrics.output_tokens.inc(count)
+        if previous_s is None:
+            self._first_token(now_s - self._timeline.arrived_s)
+        else:
+            self._metrics.peers.inter_token_s.observe((now_s - previous_s) / count)
+
+    def finished(self, reason: FinishReason, usage: Usage) -> None:
+        """The generation came to its own end."""
+        self._finish_reason = reason
+        self._usage = usage
+        self._metrics.kv_bytes_moved.inc(usage.kv_bytes_moved)
+        self._metrics.peers.prefix_queries.inc(usage.prompt_tokens)
+        self._metrics.peers.prefix_hits.inc(usage.cached_tokens)
+
+    def failed(self, error: Exception) -> None:
+        """The client was told of `error` in the stream, so that nothing is raised any more."""
+        self._failure = error
+
+    def __exit__(
+        self, kind: type[BaseException] | None, raised: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        error = raised or self._failure
+        outcome = self._outcome(error)
+        timeline, peers = self._timeline, self._metrics.peers
+        self._metrics.open_requests.dec()
+        (peers.waiting if timeline.first_token_s is None else peers.running).dec()
+        self._metrics.requests.labels(self._endpoint, outcome).inc()
+        if isinstance(error, Rejected):
+            self._metrics.rejected.labels(error.reason).inc()
+        if timeline.tpot_s is not None:
+            self._metrics.tpot_s.observe(timeline.tpot_s)
+        if outcome is Outcome.OK and self._finish_reason is not None:
+            peers.finished(self._finish_reason)
+            peers.output_tokens.observe(timeline.output_tokens)
+            peers.end_to_end_s.observe(self._clock() - timeline.arrived_s)
+        self._log(outcome, error)
+
+    def _first_token(self, ttft_s: float) -> None:
+        self._metrics.ttft_s.observe(ttft_s)
+        self._metrics.peers.ttft_s.observe(ttft_s)
+        self._metrics.peers.waiting.dec()
+        self._metrics.peers.running.inc()
+
+    def _outcome(self, error: BaseException | None) -> Outcome:
+        """A client that leaves after the last token has had all it asked for."""
+        match error:
+            case BadRequest():
+                return Outcome.BAD_REQUEST
+            case Rejected():
+                return Outcome.REJECTED
+            case None if self._finish_reason is None:
+                return Outcome.FAILED
+            case None:
+                return Outcome.OK
+            case _ if isinstance(error, _LEFT):
+                return Outcome.CANCELLED if self._finish_reason is None else Outcome.OK
+            case _:
+                return Outcome.FAILED
+
+    def _log(self, outcome: Outcome, error: BaseException | None) -> None:
+        request, usage = self._request, self._usage
+        log_state(
+            logger,
+            state="ended",
+            request_id=self._request_id,
+            endpoint=self._endpoint,
+            outcome=outcome,
+            finish_reason=self._finish_reason,
+            prompt_tokens=request.num_prompt_tokens if request else None,
+            output_tokens=self._timeline.output_tokens,
+            cached_tokens=usage.cached_tokens if usage else None,
+            seed=request.sampling.seed if request and request.sampling.temperature > 0 else None,
+            ttft_s=self._timeline.ttft_s,
+            tpot_s=self._timeline.tpot_s,
+            error=None if error is None else str(error) or type(error).__name__,
+        )

@@ -1,0 +1,194 @@
+"""The OpenAI-compatible HTTP front.
+
+A request's walk: read the body, parse it, prepare, wait for the first delta, and only then send a status. So every
+failure before the first token has its own status, and one after it becomes an error frame. A client that leaves
+cancels the handler (`build_http_runner` turns that on), which closes the generation, whether or not a byte was sent.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from typing import Final
+
+from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+from core.errors import BadRequest, TandemError
+from core.request import GenerateRequest
+from router.front.errors import EdgeError, edge_error, renamed
+from router.front.generation import Front, TextDelta
+from router.front.intake import MODEL_NOT_FOUND
+from router.front.meter import Endpoint, Meter
+from router.front.openai_format import DONE_FRAME, Answer, ChatShape, CompletionShape, Shape, frame, model_object
+from router.front.openai_schema import BODY, Body, ChatBody, CompletionBody, parse_body
+from router.front.readiness import Readiness
+
+logger = logging.getLogger("tandem.front.http")
+
+MAX_BODY_BYTES: Final = 1 << 20
+REQUEST_ID_HEADER: Final = "x-request-id"
+REQUEST_ID: Final = web.RequestKey("request_id", str)
+STREAM_HEADERS: Final = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",  # nginx would hold tokens back
+}
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def build_http_app(front: Front, readiness: Readiness, max_body_bytes: int = MAX_BODY_BYTES) -> web.Application:
+    """The application with all its routes; serve it with `build_http_runner`."""
+    app = web.Application(client_max_size=max_body_bytes, middlewares=[_answer_errors_as_json(front)])
+    endpoints = OpenAiEndpoints(front, readiness)
+    app.router.add_post("/v1/chat/completions", endpoints.chat)
+    app.router.add_post("/v1/completions", endpoints.completions)
+    app.router.add_get("/v1/models", endpoints.models)
+    app.router.add_get("/v1/models/{model:.+}", endpoints.one_model)
+    app.router.add_get("/health", endpoints.health)
+    app.router.add_get("/metrics", endpoints.metrics)
+    return app
+
+
+def build_http_runner(app: web.Application) -> web.AppRunner:
+    """A runner that cancels a handler when its client leaves, without which work would go on for nobody."""
+    return web.AppRunner(app, handler_cancellation=True, access_log=None)
+
+
+class OpenAiEndpoints:
+    """The handlers, over one Front."""
+
+    def __init__(self, front: Front, readiness: Readiness) -> None:
+        self._front = front
+        self._readiness = readiness
+
+    async def chat(self, request: web.Request) -> web.StreamResponse:
+        return await self._serve(request, Endpoint.CHAT, ChatBody, ChatShape())
+
+    async def completions(self, request: web.Request) -> web.StreamResponse:
+        return await self._serve(request, Endpoint.COMPLETIONS, CompletionBody, CompletionShape())
+
+    async def models(self, _request: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [model_object(self._front.model)]})
+
+    async def one_model(self, request: web.Request) -> web.Response:
+        name = request.match_info["model"]
+        if name != self._front.model.name:
+            return _error_response(404, f"model {name!r} is not served here", MODEL_NOT_FOUND, "model")
+        return web.json_response(model_object(self._front.model))
+
+    async def health(self, _request: web.Request) -> web.Response:
+        reason = self._readiness()
+        if reason is not None:
+            return web.json_response({"status": "unavailable", "reason": reason}, status=503)
+        return web.json_response({"status": "ok"})
+
+    async def metrics(self, _request: web.Request) -> web.Response:
+        text = generate_latest(self._front.metrics.registry)
+        return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    async def _serve(self, http: web.Request, endpoint: Endpoint, kind: type[Body], shape: Shape) -> web.StreamResponse:
+        request_id = http[REQUEST_ID]
+        with self._front.meter(endpoint, request_id) as meter:
+            body = parse_body(await _read(http), kind)
+            try:
+                request = await self._front.prepare(body.draft(request_id))
+            except BadRequest as error:
+                raise renamed(error, body.field_names()) from error
+            answer = Answer(shape, self._front.model, body, request_id, int(self._front.wall_clock()))
+            if body.streamed:
+                return await self._stream(http, body, request, answer, meter)
+            return await self._whole(body, request, answer, meter)
+
+    async def _whole(self, body: Body, request: GenerateRequest, answer: Answer, meter: Meter) -> web.Response:
+        pieces: list[str] = []
+        async with aclosing(self._front.generate(request, body.placement, meter)) as deltas:
+            async for delta in deltas:
+                pieces.append(delta.text)
+                if delta.finish_reason is not None:
+                    return web.json_response(answer.whole("".join(pieces), delta))
+        raise AssertionError("Front.generate ends with a finish reason or an error")
+
+    async def _stream(
+        self, http: web.Request, body: Body, request: GenerateRequest, answer: Answer, meter: Meter
+    ) -> web.StreamResponse:
+        async with aclosing(self._front.generate(request, body.placement, meter)) as deltas:
+            first = await anext(deltas)
+            response = web.StreamResponse(headers={**STREAM_HEADERS, REQUEST_ID_HEADER: request.request_id})
+            await response.prepare(http)
+            await response.write(answer.opening_frames(first.usage) + answer.delta_frames(first))
+            try:
+                last = await _write_rest(response, answer, first, deltas)
+            except ConnectionError:
+                raise  # the client left: nobody reads an error frame
+            except Exception as error:
+                await response.write(frame(_seen(error).openai_body()) + DONE_FRAME)
+                meter.failed(error)
+            else:
+                await response.write(answer.usage_frames(last.usage) + DONE_FRAME)
+            await response.write_eof()
+            return response
+
+
+async def _write_rest(
+    response: web.StreamResponse, answer: Answer, first: TextDelta, deltas: AsyncGenerator[TextDelta, None]
+) -> TextDelta:
+    """Write the deltas after the first one; returns the last."""
+    last = first
+    async for delta in deltas:
+        last = delta
+        frames = answer.delta_frames(delta)
+        if frames:
+            await response.write(frames)
+    return last
+
+
+async def _read(http: web.Request) -> bytes:
+    """The body, whatever its content type says."""
+    limit = http.client_max_size
+    try:
+        if http.content_length is not None and http.content_length > limit:
+            raise BadRequest(BODY, f"{http.content_length} bytes exceed {limit}")
+        return await http.read()
+    except web.HTTPRequestEntityTooLarge as error:
+        raise BadRequest(BODY, f"exceeds {limit} bytes") from error
+
+
+def _answer_errors_as_json(front: Front) -> Callable[[web.Request, Handler], Awaitable[web.StreamResponse]]:
+    """Middleware: gives each request its id, and each error OpenAI's form."""
+
+    @web.middleware
+    async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+        request[REQUEST_ID] = front.new_request_id()
+        try:
+            response = await handler(request)
+        except web.HTTPException as error:
+            response = _error_response(error.status, f"{request.method} {request.path}: {error.reason}", None, None)
+        except TandemError as error:
+            seen = _seen(error)
+            response = web.json_response(seen.openai_body(), status=seen.http_status, headers=seen.http_headers)
+        except ConnectionError:
+            raise
+        except Exception as error:
+            response = web.json_response(_seen(error).openai_body(), status=500)
+        if not response.prepared:
+            response.headers[REQUEST_ID_HEADER] = request[REQUEST_ID]
+        return response
+
+    return middleware
+
+
+def _seen(error: Exception) -> EdgeError:
+    """What the client sees; what is our fault goes to the log with its traceback."""
+    seen = edge_error(error)
+    if seen.http_status == 500:
+        logger.error("request failed", exc_info=error)
+    return seen
+
+
+def _error_response(status: int, message: str, code: str | None, field: str | None) -> web.Response:
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    body = {"error": {"message": message, "type": kind, "param": field, "code": code}}
+    return web.json_response(body, status=status)

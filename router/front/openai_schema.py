@@ -1,0 +1,278 @@
+"""The OpenAI request bodies we accept, strictly: a wrong type, an unknown field or a value we cannot honour is
+refused by its name, never ignored."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Final, Literal, TypeVar
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Tag, ValidationError
+from pydantic_core import PydanticCustomError
+
+from core.errors import BadRequest
+from core.request import Placement
+from router.front.intake import ChatMessage, Draft, Prompt
+
+BODY: Final = "body"
+_TAGS: Final = frozenset({"<text>", "<list>"})  # pydantic puts a union's tag into the path; callers never wrote it
+_MESSAGES: Final = {
+    "extra_forbidden": "is not a known field",
+    "missing": "is required",
+    "union_tag_not_found": "must be a string or a list",
+}
+
+
+def _valid_unicode(text: str) -> str:
+    """JSON can spell half a surrogate pair, which is not text."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise PydanticCustomError("surrogate", "must be valid Unicode: it holds an unpaired surrogate") from error
+    return text
+
+
+def _only(*allowed: object) -> BeforeValidator:
+    """Accept a field for its harmless values; refuse what asks for something that is not there."""
+
+    def check(value: Any) -> Any:
+        # By type as well: 0 == False and 1 == True.
+        if not any(type(value) is type(item) and value == item for item in allowed):
+            raise PydanticCustomError("not_supported", "is not supported with this value")
+        return value
+
+    return BeforeValidator(check)
+
+
+def _text_or_list(value: Any) -> str | None:
+    """Which branch of a union to check, so that an error names one path; see _TAGS."""
+    return "<text>" if isinstance(value, str) else "<list>" if isinstance(value, list) else None
+
+
+def _one_prompt(value: Any) -> Any:
+    """A list holding one prompt is that prompt."""
+    if not (isinstance(value, list) and value and isinstance(value[0], str | list)):
+        return value
+    if len(value) > 1:
+        raise PydanticCustomError("not_supported", "several prompts in one request are not supported")
+    return value[0]
+
+
+Text = Annotated[str, AfterValidator(_valid_unicode)]
+Absent = Annotated[Any, _only(None)]
+AbsentOrFalse = Annotated[Any, _only(None, False)]
+AbsentOrEmptyList = Annotated[Any, _only(None, [])]
+AbsentOrEmptyMap = Annotated[Any, _only(None, {})]
+AbsentOrZero = Annotated[Any, _only(None, 0, 0.0)]
+AbsentOrOne = Annotated[Any, _only(None, 1)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
+
+
+class TextPart(_Strict):
+    """One part of a message's content; text is the only kind there is yet."""
+
+    type: Annotated[Any, _only("text")]
+    text: Text
+
+
+class Message(_Strict):
+    """One turn. The fields that only OpenAI's own answers carry are accepted empty, so that an answer can be
+    sent back as it came."""
+
+    role: Text
+    content: Annotated[
+        Annotated[Text, Tag("<text>")] | Annotated[list[TextPart], Tag("<list>")],
+        Discriminator(_text_or_list),
+    ]
+    refusal: Absent = None
+    annotations: AbsentOrEmptyList = None
+    audio: Absent = None
+    function_call: Absent = None
+    tool_calls: AbsentOrEmptyList = None
+
+    def chat_message(self) -> ChatMessage:
+        """The message with its parts joined."""
+        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return ChatMessage(self.role, text)
+
+
+class StreamOptions(_Strict):
+    """What a stream carries beside text."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class TandemOptions(_Strict):
+    """Our own extension: where the prompt is prefilled."""
+
+    prefill: Literal["auto", "remote", "local"] = "auto"
+
+
+class Body(_Strict):
+    """What both endpoints share."""
+
+    model: Text
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int | None = None
+    stop: (
+        Annotated[
+            Annotated[Text, Tag("<text>")] | Annotated[list[Text], Tag("<list>")],
+            Discriminator(_text_or_list),
+        ]
+        | None
+    ) = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    cache_salt: Text | None = None
+    user: Text | None = None
+    metadata: dict[str, Text] | None = None
+    store: AbsentOrFalse = None
+    n: AbsentOrOne = None
+    presence_penalty: AbsentOrZero = None
+    frequency_penalty: AbsentOrZero = None
+    logit_bias: AbsentOrEmptyMap = None
+    tandem: TandemOptions | None = None
+
+    @property
+    def streamed(self) -> bool:
+        return bool(self.stream)
+
+    @property
+    def usage_chunk(self) -> bool:
+        """A last chunk with usage and no choices."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def usage_in_each_chunk(self) -> bool:
+        return self.usage_chunk and bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+    @property
+    def placement(self) -> Placement:
+        return Placement(self.tandem.prefill) if self.tandem else Placement.AUTO
+
+    def prompt_value(self) -> Prompt:
+        """The prompt in the form that the intake takes."""
+        raise NotImplementedError
+
+    def max_tokens_asked(self) -> int | None:
+        """How many tokens the caller allows, under whichever name."""
+        return self.max_tokens
+
+    def field_names(self) -> dict[str, str]:
+        """How this caller spelled the intake's fields, where it differs."""
+        return {}
+
+    def draft(self, request_id: str) -> Draft:
+        """The request as the intake takes it."""
+        return Draft(
+            prompt=self.prompt_value(),
+            model=self.model,
+            request_id=request_id,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            seed=self.seed,
+            max_tokens=self.max_tokens_asked(),
+            min_tokens=self.min_tokens or 0,
+            stop_strings=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            ignore_eos=bool(self.ignore_eos),
+            cache_salt=self.cache_salt or "",
+        )
+
+    def require_consistent(self) -> None:
+        """Refuse fields that contradict each other."""
+        if self.stream_options is not None and not self.streamed:
+            raise BadRequest("stream_options", "is allowed only with stream: true")
+
+
+class ChatBody(Body):
+    """POST /v1/chat/completions."""
+
+    messages: list[Message]
+    max_completion_tokens: int | None = None
+    response_format: Annotated[Any, _only(None, {"type": "text"})] = None
+    logprobs: AbsentOrFalse = None
+    top_logprobs: AbsentOrZero = None
+    tools: AbsentOrEmptyList = None
+    tool_choice: Annotated[Any, _only(None, "none")] = None
+
+    def prompt_value(self) -> Prompt:
+        return tuple(message.chat_message() for message in self.messages)
+
+    def max_tokens_asked(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    def field_names(self) -> dict[str, str]:
+        names = {"prompt": "messages"}
+        if self.max_completion_tokens is not None:
+            names["max_tokens"] = "max_completion_tokens"
+        return names
+
+    def require_consistent(self) -> None:
+        super().require_consistent()
+        if self.max_tokens is not None and self.max_tokens_asked() != self.max_tokens:
+            raise BadRequest("max_completion_tokens", "differs from max_tokens; give one of them")
+
+
+class CompletionBody(Body):
+    """POST /v1/completions."""
+
+    prompt: Annotated[
+        Annotated[Text, Tag("<text>")] | Annotated[list[int], Tag("<list>")],
+        Discriminator(_text_or_list),
+        BeforeValidator(_one_prompt),
+    ]
+    best_of: AbsentOrOne = None
+    echo: AbsentOrFalse = None
+    logprobs: Annotated[Any, _only(None, False, 0)] = None
+    suffix: Annotated[Any, _only(None, "")] = None
+
+    def prompt_value(self) -> Prompt:
+        return self.prompt if isinstance(self.prompt, str) else tuple(self.prompt)
+
+
+BodyType = TypeVar("BodyType", bound=Body)
+
+
+def parse_body(raw: bytes, kind: type[BodyType]) -> BodyType:
+    """Read a request body. Raises: BadRequest: naming the field, or `body` when it is not JSON at all."""
+    fields = _decode(raw)
+    try:
+        body = kind.model_validate(fields)
+    except ValidationError as error:
+        raise _bad_request(error) from error
+    body.require_consistent()
+    return body
+
+
+def _decode(raw: bytes) -> dict[str, Any]:
+    try:
+        value = json.loads(raw.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise BadRequest(BODY, f"is not UTF-8 at byte {error.start}") from error
+    except json.JSONDecodeError as error:
+        raise BadRequest(BODY, f"is not JSON: {error.msg} at line {error.lineno} column {error.colno}") from error
+    except (RecursionError, ValueError) as error:
+        raise BadRequest(BODY, "nests too deep or holds a number with too many digits") from error
+    if not isinstance(value, dict):
+        raise BadRequest(BODY, "must be a JSON object")
+    return value
+
+
+def _bad_request(error: ValidationError) -> BadRequest:
+    """The first complaint, under the path that the caller would use."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    path = [str(part) for part in first["loc"] if part not in _TAGS]
+    message = _MESSAGES.get(first["type"], first["msg"])
+    code = "unsupported_value" if first["type"] == "not_supported" else None
+    return BadRequest(".".join(path) or BODY, message, code)

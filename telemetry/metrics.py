@@ -1,0 +1,168 @@
+"""Every public metric name, in one place.
+
+Two families stand side by side: our own `tandem_*`, and the `vllm:*` names of the model-server protocol that
+gateways, autoscalers and dashboards already read. Labels are bounded: enums and the served model's name, never an
+id, a tenant or a text. Each class registers its metrics once, in the registry handed in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import Final
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+TTFT_BUCKETS_S: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0)
+# OpenTelemetry GenAI's buckets of time per output token, and a finer start for small models.
+TPOT_BUCKETS_S: Final = (0.001, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
+DURATION_BUCKETS_S: Final = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
+STEP_BUCKETS_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
+TOKEN_BUCKETS: Final = tuple(float(4**power) for power in range(10))
+BYTE_BUCKETS: Final = tuple(float(4**power) for power in range(5, 16))
+
+
+class Outcome(StrEnum):
+    """How a request ended, as the edge saw it."""
+
+    OK = "ok"
+    BAD_REQUEST = "bad_request"
+    REJECTED = "rejected"
+    CANCELLED = "cancelled"  # the client left
+    FAILED = "failed"
+
+
+class RouterMetrics:
+    """What the router's fronts and dispatcher count."""
+
+    def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
+        self.registry = registry
+        self.requests = Counter(
+            "tandem_requests_total", "Requests that ended.", ["endpoint", "outcome"], registry=registry
+        )
+        self.open_requests = Gauge("tandem_open_requests", "Requests the router holds.", registry=registry)
+        self.rejected = Counter("tandem_rejected_total", "Requests turned away.", ["reason"], registry=registry)
+        self.ttft_s = Histogram(
+            "tandem_ttft_seconds", "Arrival to first token.", buckets=TTFT_BUCKETS_S, registry=registry
+        )
+        self.tpot_s = Histogram(
+            "tandem_tpot_seconds",
+            "(last - first token time) / (output tokens - 1), by request.",
+            buckets=TPOT_BUCKETS_S,
+            registry=registry,
+        )
+        self.prompt_tokens = Counter("tandem_prompt_tokens_total", "Prompt tokens accepted.", registry=registry)
+        self.output_tokens = Counter("tandem_output_tokens_total", "Tokens sent to clients.", registry=registry)
+        self.kv_bytes_moved = Counter(
+            "tandem_kv_bytes_moved_total", "KV bytes moved between workers for requests.", registry=registry
+        )
+        self.peers = VllmRouterMetrics(registry, model_name)
+
+
+class VllmRouterMetrics:
+    """The router's share of the model-server protocol (GIE 003), for the one model it serves."""
+
+    def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
+        def gauge(name: str, text: str) -> Gauge:
+            return Gauge(name, text, ["model_name"], registry=registry).labels(model_name)
+
+        def counter(name: str, text: str) -> Counter:
+            return Counter(name, text, ["model_name"], registry=registry).labels(model_name)
+
+        def histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram:
+            return Histogram(name, text, ["model_name"], buckets=buckets, registry=registry).labels(model_name)
+
+        self.running = gauge("vllm:num_requests_running", "Requests with a first token.")
+        self.waiting = gauge("vllm:num_requests_waiting", "Requests without a first token yet.")
+        self.ttft_s = histogram("vllm:time_to_first_token_seconds", "Arrival to first token.", TTFT_BUCKETS_S)
+        self.inter_token_s = histogram("vllm:inter_token_latency_seconds", "Gaps between tokens.", TPOT_BUCKETS_S)
+        self.end_to_end_s = histogram("vllm:e2e_request_latency_seconds", "Arrival to last token.", DURATION_BUCKETS_S)
+        self.prompt_tokens = histogram("vllm:request_prompt_tokens", "Prompt tokens by request.", TOKEN_BUCKETS)
+        self.output_tokens = histogram("vllm:request_generation_tokens", "Output tokens by request.", TOKEN_BUCKETS)
+        self.prefix_queries = counter("vllm:prefix_cache_queries_total", "Prompt tokens looked up in prefix caches.")
+        self.prefix_hits = counter("vllm:prefix_cache_hits_total", "Prompt tokens found in prefix caches.")
+        self._success = Counter(
+            "vllm:request_success_total", "Finished requests.", ["model_name", "finished_reason"], registry=registry
+        )
+        self._model_name = model_name
+
+    def finished(self, reason: str) -> None:
+        """Count a request that ended well, by its finish reason ("stop", "length")."""
+        self._success.labels(self._model_name, reason).inc()
+
+
+class BlockState(StrEnum):
+    """What a KV block of a worker is doing."""
+
+    FREE = "free"  # free, or cached and evictable
+    USED = "used"  # held by requests or hand-offs
+    QUARANTINED = "quarantined"  # a write may still come
+
+
+class TokenKind(StrEnum):
+    """Why a worker computed a token."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class PushOutcome(StrEnum):
+    """How a KV push ended on the side that wrote."""
+
+    DONE = "done"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+class WorkerMetrics:
+    """What one worker counts: engine steps, KV blocks, pushes, prefix cache."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.registry = registry
+        self.blocks = Gauge("tandem_worker_blocks", "KV blocks by state.", ["state"], registry=registry)
+        self.running_requests = Gauge("tandem_worker_running_requests", "Requests in the batch.", registry=registry)
+        self.waiting_requests = Gauge("tandem_worker_waiting_requests", "Requests not begun.", registry=registry)
+        self.steps = Counter("tandem_worker_steps_total", "Engine steps run.", registry=registry)
+        self.step_s = Histogram(
+            "tandem_worker_step_seconds", "Time of one engine step.", buckets=STEP_BUCKETS_S, registry=registry
+        )
+        self.tokens = Counter("tandem_worker_tokens_total", "Tokens computed.", ["kind"], registry=registry)
+        self.preemptions = Counter("tandem_worker_preemptions_total", "Requests preempted.", registry=registry)
+        self.pushes = Counter("tandem_kv_transfer_pushes_total", "KV pushes ended.", ["outcome"], registry=registry)
+        self.pushed_bytes = Counter("tandem_kv_transfer_bytes_total", "KV bytes this worker wrote.", registry=registry)
+        self.push_s = Histogram(
+            "tandem_kv_transfer_push_seconds", "Time of one push.", buckets=STEP_BUCKETS_S, registry=registry
+        )
+        self.push_bytes = Histogram(
+            "tandem_kv_transfer_push_bytes", "Size of one push.", buckets=BYTE_BUCKETS, registry=registry
+        )
+        self.open_handoffs = Gauge("tandem_kv_handoffs_open", "Hand-offs not ended on this side.", registry=registry)
+        self.prefix_lookups = Counter("tandem_prefix_lookups_total", "Prefix cache lookups.", registry=registry)
+        self.prefix_hits = Counter("tandem_prefix_hits_total", "Lookups that found a block.", registry=registry)
+        self.prefix_hit_tokens = Counter(
+            "tandem_prefix_hit_tokens_total", "Prompt tokens found cached.", registry=registry
+        )
+        self.prefix_index_errors = Counter(
+            "tandem_prefix_index_errors_total", "Shared index calls that failed or timed out.", registry=registry
+        )
+
+    def set_blocks(self, free: int, used: int, quarantined: int) -> None:
+        """Publish how many KV blocks are in each state."""
+        self.blocks.labels(BlockState.FREE).set(free)
+        self.blocks.labels(BlockState.USED).set(used)
+        self.blocks.labels(BlockState.QUARANTINED).set(quarantined)
+
+    def step_done(self, duration_s: float, prefill_tokens: int, decode_tokens: int) -> None:
+        """Count one engine step and the tokens it computed."""
+        self.steps.inc()
+        self.step_s.observe(duration_s)
+        self.tokens.labels(TokenKind.PREFILL).inc(prefill_tokens)
+        self.tokens.labels(TokenKind.DECODE).inc(decode_tokens)
+
+    def push_done(self, outcome: PushOutcome, num_bytes: int, duration_s: float) -> None:
+        """Count one push, and its bytes if they arrived."""
+        self.pushes.labels(outcome).inc()
+        if outcome is PushOutcome.DONE:
+            self.pushed_bytes.inc(num_bytes)
+            self.push_bytes.observe(num_bytes)
+            self.push_s.observe(duration_s)
