@@ -1,0 +1,132 @@
+"""A scripted dispatcher and a tokenizer of bytes: what the fronts need, with nothing behind it."""
+
+from __future__ import annotations
+
+import asyncio
+import codecs
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+
+from core.request import FinishReason, GenerateRequest, Placement, TokenDelta, WorkUsage
+from router.front.intake import ServedModel
+
+END = 256
+MODEL = ServedModel(
+    name="tiny",
+    created_s=1_700_000_000,
+    max_context_tokens=64,
+    vocab_size=257,
+    eos_token_ids=(END,),
+    weights_digest="0123456789abcdef",
+)
+CREATED_S = 1_700_000_123.9
+
+Script = Callable[[GenerateRequest], AsyncGenerator[TokenDelta, None]]
+
+
+class ByteTokenizer:
+    """One token a byte; 256 is the end."""
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        if messages[0]["role"] == "assistant":
+            raise ValueError("conversation must not begin with the assistant")
+        return self.encode("".join(f"{message['role'][0]}:{message['content']}\n" for message in messages))
+
+    def decoder(self) -> ByteDecoder:
+        return ByteDecoder()
+
+
+class ByteDecoder:
+    """Holds back incomplete UTF-8."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        return self._decoder.decode(bytes(token_id for token_id in token_ids if token_id < END))
+
+    def finish(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+class ScriptedDispatcher:
+    """Plays `script`, and remembers what it was asked and whether it was closed."""
+
+    def __init__(self) -> None:
+        self.script: Script = says("ok")
+        self.requests: list[GenerateRequest] = []
+        self.placements: list[Placement] = []
+        self.started = asyncio.Event()
+        self.closed = asyncio.Event()
+
+    async def generate(self, request: GenerateRequest, placement: Placement) -> AsyncGenerator[TokenDelta, None]:
+        self.requests.append(request)
+        self.placements.append(placement)
+        self.started.set()
+        try:
+            async for delta in self.script(request):
+                yield delta
+        finally:
+            self.closed.set()
+
+
+def says(
+    text: str | bytes,
+    finish_reason: FinishReason = FinishReason.STOP,
+    matched_stop: str | None = None,
+    work: Sequence[WorkUsage] = (),
+) -> Script:
+    """One token a delta; a STOP without a stop string ends with the end token, as a model does."""
+
+    async def script(request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
+        token_ids = list(text.encode() if isinstance(text, str) else text)
+        if finish_reason is FinishReason.STOP and matched_stop is None:
+            token_ids.append(END)
+        for position, token_id in enumerate(token_ids):
+            last = position == len(token_ids) - 1
+            yield TokenDelta(
+                request_id=request.request_id,
+                position=position,
+                token_ids=(token_id,),
+                finish_reason=finish_reason if last else None,
+                matched_stop=matched_stop if last else None,
+                usage=work[position] if position < len(work) else None,
+            )
+
+    return script
+
+
+def says_then_raises(text: str, error: Exception) -> Script:
+    """Fails after the tokens of `text`."""
+
+    async def script(request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
+        for position, token_id in enumerate(text.encode()):
+            yield TokenDelta(request.request_id, position, (token_id,))
+        raise error
+
+    return script
+
+
+def says_then_hangs(text: str) -> Script:
+    """Never ends by itself."""
+
+    async def script(request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
+        for position, token_id in enumerate(text.encode()):
+            yield TokenDelta(request.request_id, position, (token_id,))
+        await asyncio.Event().wait()
+
+    return script
+
+
+def floods() -> Script:
+    """Sends faster than any client reads, for ever."""
+
+    async def script(request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
+        position = 0
+        while True:
+            yield TokenDelta(request.request_id, position, (120,) * 4096)
+            position += 4096
+
+    return script

@@ -1,0 +1,271 @@
+"""What a good request gets, seen by the real client and byte by byte."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import aiohttp
+import openai
+import pytest
+from front_fakes import END, MODEL, ScriptedDispatcher, says
+
+from core.request import FinishReason, Placement, WorkUsage
+
+CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
+
+CHAT_TRANSCRIPT = (
+    'data: {"object":"chat.completion.chunk","id":"chatcmpl-r1","created":1700000123,"model":"tiny",'
+    '"system_fingerprint":"fp_0123456789","choices":[{"index":0,"delta":{"role":"assistant","content":""},'
+    '"logprobs":null,"finish_reason":null}],"usage":null}\n\n'
+    'data: {"object":"chat.completion.chunk","id":"chatcmpl-r1","created":1700000123,"model":"tiny",'
+    '"system_fingerprint":"fp_0123456789","choices":[{"index":0,"delta":{"content":"o"},'
+    '"logprobs":null,"finish_reason":null}],"usage":null}\n\n'
+    'data: {"object":"chat.completion.chunk","id":"chatcmpl-r1","created":1700000123,"model":"tiny",'
+    '"system_fingerprint":"fp_0123456789","choices":[{"index":0,"delta":{"content":"k"},'
+    '"logprobs":null,"finish_reason":null}],"usage":null}\n\n'
+    'data: {"object":"chat.completion.chunk","id":"chatcmpl-r1","created":1700000123,"model":"tiny",'
+    '"system_fingerprint":"fp_0123456789","choices":[{"index":0,"delta":{},'
+    '"logprobs":null,"finish_reason":"stop"}],"usage":null}\n\n'
+    'data: {"object":"chat.completion.chunk","id":"chatcmpl-r1","created":1700000123,"model":"tiny",'
+    '"system_fingerprint":"fp_0123456789","choices":[],"usage":{"prompt_tokens":5,"completion_tokens":3,'
+    '"total_tokens":8,"prompt_tokens_details":{"cached_tokens":0},"tandem":{"computed_tokens":0,'
+    '"fetched_tokens":0,"kv_blocks_moved":0,"kv_bytes_moved":0}}}\n\n'
+    "data: [DONE]\n\n"
+)
+COMPLETION_TRANSCRIPT = (
+    'data: {"object":"text_completion","id":"cmpl-r1","created":1700000123,"model":"tiny",'
+    '"system_fingerprint":"fp_0123456789","choices":[{"text":"o","index":0,"logprobs":null,'
+    '"finish_reason":null}]}\n\n'
+    'data: {"object":"text_completion","id":"cmpl-r1","created":1700000123,"model":"tiny",'
+    '"system_fingerprint":"fp_0123456789","choices":[{"text":"k","index":0,"logprobs":null,'
+    '"finish_reason":null}]}\n\n'
+    'data: {"object":"text_completion","id":"cmpl-r1","created":1700000123,"model":"tiny",'
+    '"system_fingerprint":"fp_0123456789","choices":[{"text":"","index":0,"logprobs":null,'
+    '"finish_reason":"stop"}]}\n\n'
+    "data: [DONE]\n\n"
+)
+
+
+async def test_chat_in_one_piece(client: openai.AsyncOpenAI, dispatcher: ScriptedDispatcher) -> None:
+    dispatcher.script = says("hello", work=[WorkUsage(2, 0, 9, 0, 0), WorkUsage(0, 0, 0, 3, 4096)])
+    answer = await client.chat.completions.create(
+        model="tiny", messages=[{"role": "system", "content": "be"}, {"role": "user", "content": "hi"}], seed=7
+    )
+    assert answer.id == "chatcmpl-r1"
+    assert answer.object == "chat.completion"
+    assert answer.choices[0].message.content == "hello"
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.usage is not None and answer.usage.prompt_tokens_details is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens) == (10, 6, 16)
+    assert answer.usage.prompt_tokens_details.cached_tokens == 1, "10 prompt tokens, 9 computed: one was saved"
+    assert answer.usage.model_extra == {
+        "tandem": {"computed_tokens": 9, "fetched_tokens": 0, "kv_blocks_moved": 3, "kv_bytes_moved": 4096}
+    }
+    request = dispatcher.requests[0]
+    assert bytes(request.prompt_token_ids) == b"s:be\nu:hi\n"
+    assert request.sampling.seed == 7
+    assert request.stop.max_tokens == MODEL.max_context_tokens - 10, "the rest of the context"
+    assert dispatcher.closed.is_set()
+
+
+async def test_chat_streamed(client: openai.AsyncOpenAI, dispatcher: ScriptedDispatcher) -> None:
+    dispatcher.script = says("hello")
+    stream = await client.chat.completions.create(
+        model="tiny", messages=[{"role": "user", "content": [{"type": "text", "text": "hi"}]}], stream=True
+    )
+    chunks = [chunk async for chunk in stream]
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "hello"
+    assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * 6 + ["stop"]
+    assert all(chunk.usage is None for chunk in chunks)
+    assert {chunk.id for chunk in chunks} == {"chatcmpl-r1"}
+
+
+@pytest.mark.parametrize("prompt", ["hi", ["hi"], [104, 105], [[104, 105]]])
+async def test_completion_in_one_piece(
+    client: openai.AsyncOpenAI, dispatcher: ScriptedDispatcher, prompt: Any
+) -> None:
+    dispatcher.script = says("abc", FinishReason.LENGTH)
+    answer = await client.completions.create(model="tiny", prompt=prompt, max_tokens=3)
+    assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("abc", "length")
+    assert bytes(dispatcher.requests[0].prompt_token_ids) == b"hi"
+    assert dispatcher.requests[0].stop.max_tokens == 3
+
+
+async def test_completion_streamed(client: openai.AsyncOpenAI, dispatcher: ScriptedDispatcher) -> None:
+    dispatcher.script = says("abc", FinishReason.LENGTH)
+    stream = await client.completions.create(model="tiny", prompt="hi", max_tokens=3, stream=True)
+    chunks = [chunk async for chunk in stream]
+    assert "".join(chunk.choices[0].text for chunk in chunks) == "abc"
+    assert chunks[-1].choices[0].finish_reason == "length"
+
+
+async def test_an_answer_can_be_sent_back_as_it_came(client: openai.AsyncOpenAI) -> None:
+    first = await client.chat.completions.create(**CHAT)
+    second = await client.chat.completions.create(
+        model="tiny", messages=[*CHAT["messages"], first.choices[0].message, {"role": "user", "content": "more"}]
+    )
+    assert second.choices[0].message.content == "ok"
+
+
+async def test_chat_stream_byte_for_byte(http: aiohttp.ClientSession) -> None:
+    body = {**CHAT, "stream": True, "stream_options": {"include_usage": True}}
+    async with http.post("/v1/chat/completions", json=body) as response:
+        assert response.status == 200
+        assert response.headers["Content-Type"].startswith("text/event-stream")
+        assert response.headers["x-request-id"] == "r1"
+        assert (await response.text()) == CHAT_TRANSCRIPT
+
+
+async def test_completion_stream_byte_for_byte(http: aiohttp.ClientSession) -> None:
+    async with http.post("/v1/completions", json={"model": "tiny", "prompt": "hi", "stream": True}) as response:
+        assert (await response.text()) == COMPLETION_TRANSCRIPT
+
+
+async def test_usage_in_each_chunk_when_asked(client: openai.AsyncOpenAI) -> None:
+    options: Any = {"include_usage": True, "continuous_usage_stats": True}
+    stream = await client.completions.create(model="tiny", prompt="hi", stream=True, stream_options=options)
+    chunks = [chunk async for chunk in stream]
+    assert [chunk.usage.completion_tokens if chunk.usage else None for chunk in chunks] == [1, 2, 3, 3]
+    assert [len(chunk.choices) for chunk in chunks] == [1, 1, 1, 0]
+
+
+@pytest.mark.parametrize("text", ["data: [DONE]\n\ndata: [DONE]\n\n", "a\u2028b\x85c\r\n", "😀 naïve 日本"])
+async def test_text_that_could_break_the_stream(
+    client: openai.AsyncOpenAI, dispatcher: ScriptedDispatcher, text: str
+) -> None:
+    """Every byte is a token here, so an emoji comes in four."""
+    dispatcher.script = says(text)
+    stream = await client.completions.create(model="tiny", prompt="hi", stream=True)
+    pieces = [chunk.choices[0].text async for chunk in stream]
+    assert "".join(pieces) == text
+    assert "\ufffd" not in "".join(pieces)
+
+
+async def test_an_incomplete_character_at_the_end_is_not_lost(
+    client: openai.AsyncOpenAI, dispatcher: ScriptedDispatcher
+) -> None:
+    dispatcher.script = says("a😀".encode()[:-1], FinishReason.LENGTH)
+    answer = await client.completions.create(model="tiny", prompt="hi")
+    assert answer.choices[0].text == "a\ufffd"
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_a_stop_string_split_over_tokens(
+    client: openai.AsyncOpenAI, dispatcher: ScriptedDispatcher, streamed: bool
+) -> None:
+    dispatcher.script = says("one STO, two STOP", matched_stop="STOP")
+    if streamed:
+        stream = await client.completions.create(model="tiny", prompt="hi", stop="STOP", stream=True)
+        chunks = [chunk async for chunk in stream]
+        text, reason = "".join(chunk.choices[0].text for chunk in chunks), chunks[-1].choices[0].finish_reason
+        assert [chunk.choices[0].text for chunk in chunks if "S" in chunk.choices[0].text] == ["STO,"], "held back"
+    else:
+        answer = await client.completions.create(model="tiny", prompt="hi", stop=["STOP", "never"])
+        text, reason = answer.choices[0].text, answer.choices[0].finish_reason
+    assert (text, reason) == ("one STO, two ", "stop")
+
+
+async def test_held_back_text_comes_out_when_no_stop_string_follows(
+    client: openai.AsyncOpenAI, dispatcher: ScriptedDispatcher
+) -> None:
+    dispatcher.script = says("one STO", FinishReason.LENGTH)
+    answer = await client.completions.create(model="tiny", prompt="hi", stop="STOP")
+    assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("one STO", "length")
+
+
+async def test_every_option_reaches_the_request(client: openai.AsyncOpenAI, dispatcher: ScriptedDispatcher) -> None:
+    await client.chat.completions.create(
+        **CHAT,
+        temperature=0.5,
+        top_p=0.9,
+        seed=3,
+        stop=["x", "y"],
+        max_completion_tokens=9,
+        n=1,
+        user="someone",
+        metadata={"a": "b"},
+        store=False,
+        presence_penalty=0,
+        frequency_penalty=0.0,
+        logit_bias={},
+        logprobs=False,
+        tools=[],
+        response_format={"type": "text"},
+        extra_body={
+            "top_k": 1000,
+            "min_tokens": 2,
+            "stop_token_ids": [END],
+            "ignore_eos": True,
+            "cache_salt": "salt",
+            "tandem": {"prefill": "remote"},
+        },
+    )
+    request = dispatcher.requests[0]
+    assert (request.sampling.temperature, request.sampling.top_p, request.sampling.seed) == (0.5, 0.9, 3)
+    assert request.sampling.top_k == MODEL.vocab_size, "a larger limit limits nothing"
+    assert (request.stop.max_tokens, request.stop.min_tokens, request.stop.ignore_eos) == (9, 2, True)
+    assert (request.stop.stop_strings, request.stop.stop_token_ids) == (("x", "y"), (END,))
+    assert request.cache_salt == "salt"
+    assert dispatcher.placements == [Placement.REMOTE]
+
+
+async def test_null_is_not_given(http: aiohttp.ClientSession, dispatcher: ScriptedDispatcher) -> None:
+    names = ["max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "stream", "stream_options", "n", "tandem"]
+    async with http.post("/v1/chat/completions", json={**CHAT, **dict.fromkeys(names)}) as response:
+        assert response.status == 200
+    assert dispatcher.requests[0].sampling.temperature == 1.0
+    assert dispatcher.placements == [Placement.AUTO]
+
+
+async def test_content_type_does_not_matter(http: aiohttp.ClientSession) -> None:
+    raw = json.dumps(CHAT).encode()
+    async with http.post("/v1/chat/completions", data=raw, headers={"Content-Type": "text/plain"}) as response:
+        assert response.status == 200
+
+
+async def test_models(client: openai.AsyncOpenAI) -> None:
+    assert [model.id async for model in client.models.list()] == ["tiny"]
+    assert (await client.models.retrieve("tiny")).created == MODEL.created_s
+    with pytest.raises(openai.NotFoundError) as caught:
+        await client.models.retrieve("huge/one")
+    assert caught.value.code == "model_not_found"
+
+
+async def test_health_follows_readiness(http: aiohttp.ClientSession, readiness: Any) -> None:
+    async with http.get("/health") as response:
+        assert (response.status, await response.json()) == (200, {"status": "ok"})
+    readiness.reason = "no ready decode worker"
+    async with http.get("/health") as response:
+        assert (response.status, (await response.json())["reason"]) == (503, "no ready decode worker")
+
+
+async def test_unknown_routes_and_methods_answer_in_json(http: aiohttp.ClientSession) -> None:
+    async with http.post("/v1/embeddings", json={}) as response:
+        assert (response.status, (await response.json())["error"]["type"]) == (404, "invalid_request_error")
+    async with http.get("/v1/completions") as response:
+        assert response.status == 405
+        assert "error" in await response.json()
+
+
+async def test_metrics_tell_of_requests(http: aiohttp.ClientSession, client: openai.AsyncOpenAI) -> None:
+    await client.chat.completions.create(**CHAT)
+    with pytest.raises(openai.BadRequestError):
+        await client.chat.completions.create(**CHAT, n=2)
+    async with http.get("/metrics") as response:
+        lines = (await response.text()).splitlines()
+    for line in (
+        'tandem_requests_total{endpoint="chat_completions",outcome="ok"} 1.0',
+        'tandem_requests_total{endpoint="chat_completions",outcome="bad_request"} 1.0',
+        "tandem_open_requests 0.0",
+        "tandem_prompt_tokens_total 5.0",
+        "tandem_output_tokens_total 3.0",
+        "tandem_ttft_seconds_count 1.0",
+        "tandem_tpot_seconds_count 1.0",
+        'vllm:num_requests_running{model_name="tiny"} 0.0',
+        'vllm:num_requests_waiting{model_name="tiny"} 0.0',
+        'vllm:time_to_first_token_seconds_count{model_name="tiny"} 1.0',
+        'vllm:request_success_total{finished_reason="stop",model_name="tiny"} 1.0',
+    ):
+        assert line in lines, line
