@@ -24,7 +24,7 @@ from kv_transfer.effects import Effect as KvEffect
 from kv_transfer.effects import TargetFailed, TargetLanded
 from kv_transfer.session import HandoffSessions
 
-Effect = KvEffect | Reserved | Refused | TokenDelta
+Effect = KvEffect | Reserved | Refused
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ class DecodeSession:
         del self._handoff_of[request_id]
         return [Refused(request_id, RefuseReason.TRANSFER_FAILED, outcome.reason)]
 
-    def progressed(self, progress: list[Progress]) -> list[Effect]:
+    def progressed(self, progress: list[Progress]) -> list[TokenDelta]:
         """The tokens of one step."""
         return [self._with_usage(item.delta) for item in progress if item.delta is not None]
 

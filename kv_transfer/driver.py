@@ -15,7 +15,6 @@ from kv_transfer.notice_codec import decode_notice, encode_notice
 from kv_transfer.session import HandoffSessions
 from kv_transfer.transport import PeerLink, PoolDescription, Transport
 
-
 logger = logging.getLogger(__name__)
 
 Clock = Callable[[], float]

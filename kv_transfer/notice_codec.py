@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import assert_never
 
 from google.protobuf.message import DecodeError
+from tandem.v1 import handoff_pb2
 
 from core.handoff import BlocksPushed, HandoffNotice, Landed, NoticeBody, PushPrefix, Quiet, Renew, StopPushing
 from core.identity import BlockHash
-from tandem.v1 import handoff_pb2
 
 
 def encode_notice(notice: HandoffNotice) -> bytes:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import assert_never
 
+from tandem.v1 import worker_pb2 as pb
+
 from core.errors import BadRequest
 from core.handoff import HandoffTicket
 from core.membership import Role, WorkerInfo, WorkerLoad, WorkerRef
@@ -16,14 +18,13 @@ from core.messages import (
     PeerJoined,
     Refused,
     RefuseReason,
-    Reserved,
     ReserveBlocks,
+    Reserved,
     StartGeneration,
     StartPrefill,
     StepOutput,
 )
 from core.request import FinishReason, GenerateRequest, SamplingParams, StopConditions, TokenDelta, WorkUsage
-from tandem.v1 import worker_pb2 as pb
 
 _ROLE_TO_PROTO = {Role.PREFILL: pb.ROLE_PREFILL, Role.DECODE: pb.ROLE_DECODE}
 _ROLE_FROM_PROTO = {value: role for role, value in _ROLE_TO_PROTO.items()}

@@ -35,7 +35,7 @@ class LookUpPrefix:
     block_hashes: tuple[BlockHash, ...]
 
 
-Effect = KvEffect | Refused | TokenDelta | LookUpPrefix
+Effect = KvEffect | Refused | LookUpPrefix
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,18 +134,19 @@ class PrefillSession:
             self._compute(self._prefills[request_id])
         return []
 
-    def progressed(self, progress: list[Progress], now: float) -> list[Effect]:
-        """One step's chunks and first tokens: push what is finished, hand the first token out."""
+    def progressed(self, progress: list[Progress], now: float) -> tuple[list[TokenDelta], list[Effect]]:
+        """One step's chunks and first tokens: push what is finished, hand the first tokens out."""
+        deltas: list[TokenDelta] = []
         effects: list[Effect] = []
         for item in progress:
             prefill = self._prefills[item.request_id]
             effects += self._push(prefill.handoff_id, item, now)
             if item.delta is not None:
-                effects.append(self._with_usage(prefill, item.delta))
+                deltas.append(self._with_usage(prefill, item.delta))
                 self._forget(item.request_id)
             if item.handed_over:
                 self._scheduler.pool.release(item.block_table)
-        return effects
+        return deltas, effects
 
     def source_ended(self, outcome: SourceEnded) -> list[Effect]:
         """The target stopped or died: computing on would serve nobody."""

@@ -1,0 +1,42 @@
+"""What a router is told at start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from core.errors import BadRequest
+from router.dispatcher import DispatcherConfig
+
+
+@dataclass(frozen=True, slots=True)
+class RouterConfig:
+    """model_folder: tokenizer, chat template and limits are read there; the weights are not.
+    silence_timeout_s: a worker that says nothing for so long is given up. drain_timeout_s: how long open requests
+    may go on after a stop. Ports: 0 takes any free one."""
+
+    model_folder: Path
+    model_name: str
+    http_host: str = "127.0.0.1"
+    http_port: int = 8000
+    grpc_host: str = "127.0.0.1"
+    grpc_port: int = 50051
+    silence_timeout_s: float = 10.0
+    drain_timeout_s: float = 5.0
+    max_workers: int = 1024
+    dispatcher: DispatcherConfig = field(default_factory=DispatcherConfig)
+
+    def __post_init__(self) -> None:
+        if not self.model_name:
+            raise BadRequest("model_name", "must not be empty")
+        for name in ("http_port", "grpc_port"):
+            if not 0 <= getattr(self, name) <= 65535:
+                raise BadRequest(name, f"must be in [0, 65535], got {getattr(self, name)}")
+
+
+@dataclass(frozen=True, slots=True)
+class RouterEndpoints:
+    """Where a started router listens, host:port."""
+
+    http_address: str
+    grpc_address: str

@@ -1,0 +1,312 @@
+"""One request's way through the workers, without clock or socket: told what happened, it says what to do.
+
+1. QUEUED: no fitting workers are ready; first come, first served, for a bounded time.
+2. RESERVING: the decode worker was asked for blocks. 3. PREFILLING: the prefill worker has the ticket.
+4. DECODING: the first token is out (or the decode worker does both), the rest streams.
+5. DONE: finished, failed or cancelled; every worker that held something was told.
+
+A worker knows an attempt, not a request: each new plan has a new attempt id, so what an old one still says is
+ignored. Each output position is delivered once, in order, whichever worker it comes from.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Final, assert_never
+
+from core.errors import BadRequest, InvariantBroken, Rejected, RejectReason, TandemError, TransferFailed, WorkerLost
+from core.membership import WorkerRef
+from core.messages import (
+    Answer,
+    CancelRequest,
+    Command,
+    PeerConnected,
+    Refused,
+    RefuseReason,
+    ReserveBlocks,
+    Reserved,
+    StartGeneration,
+    StartPrefill,
+    StepOutput,
+)
+from core.request import FinishReason, GenerateRequest, Placement, TokenDelta
+from router.policy.choose import Choice, choose
+from router.view import ClusterView
+
+
+class Stage(StrEnum):
+    QUEUED = "queued"
+    RESERVING = "reserving"
+    PREFILLING = "prefilling"
+    DECODING = "decoding"
+    DONE = "done"
+
+
+NEXT_STAGES: Final[dict[Stage, frozenset[Stage]]] = {
+    Stage.QUEUED: frozenset({Stage.RESERVING, Stage.DECODING, Stage.DONE}),
+    Stage.RESERVING: frozenset({Stage.PREFILLING, Stage.QUEUED, Stage.DONE}),
+    Stage.PREFILLING: frozenset({Stage.DECODING, Stage.QUEUED, Stage.DONE}),
+    Stage.DECODING: frozenset({Stage.QUEUED, Stage.DONE}),
+    Stage.DONE: frozenset(),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class DispatcherConfig:
+    """max_open_requests: most requests in any stage. queue_timeout_s: longest wait for ready workers.
+    max_attempts: plans a request may have before its first token. request_timeout_s: longest life of a request."""
+
+    max_open_requests: int = 1024
+    queue_timeout_s: float = 30.0
+    max_attempts: int = 3
+    request_timeout_s: float = 1800.0
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    worker: WorkerRef
+    command: Command
+
+
+@dataclass(frozen=True, slots=True)
+class Deliver:
+    """The next positions of a request's output. The last one of a request has a finish reason."""
+
+    request_id: str
+    delta: TokenDelta
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """The request ends with this error."""
+
+    request_id: str
+    error: TandemError
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """Workers were chosen: for logs, metrics and `explain`."""
+
+    request_id: str
+    attempt: int
+    choice: Choice
+
+
+Effect = Send | Deliver | Fail | Planned
+
+
+@dataclass(slots=True, eq=False)
+class _Flow:
+    request: GenerateRequest
+    placement: Placement
+    deadline_s: float
+    queue_deadline_s: float
+    stage: Stage = Stage.QUEUED
+    attempt: int = 0
+    choice: Choice | None = None
+    prefill_open: bool = False  # the prefill worker still counts this request
+    next_position: int = 0
+    early: dict[int, TokenDelta] = field(default_factory=dict)  # decode's tokens that overtook the first one
+
+    @property
+    def attempt_id(self) -> str:
+        return f"{self.request.request_id}#{self.attempt}"
+
+    def move(self, to: Stage) -> None:
+        if to not in NEXT_STAGES[self.stage]:
+            raise InvariantBroken(f"request {self.request.request_id}: {self.stage} -> {to} is not in the table")
+        self.stage = to
+
+
+class Dispatcher:
+    """Every open request of one router."""
+
+    def __init__(self, config: DispatcherConfig, view: ClusterView) -> None:
+        self._config = config
+        self._view = view
+        self._flows: dict[str, _Flow] = {}  # by request id, in order of arrival
+        self._attempts: dict[str, _Flow] = {}  # by attempt id
+
+    @property
+    def num_open(self) -> int:
+        return len(self._flows)
+
+    @property
+    def num_queued(self) -> int:
+        return sum(1 for flow in self._flows.values() if flow.stage is Stage.QUEUED)
+
+    def submit(self, request: GenerateRequest, placement: Placement, now: float) -> list[Effect]:
+        """Take a request. Raises: Rejected: as many are open as this router holds. BadRequest: the id is in use."""
+        if len(self._flows) >= self._config.max_open_requests:
+            raise Rejected(RejectReason.QUEUE_FULL, f"{len(self._flows)} requests are open")
+        if request.request_id in self._flows:
+            raise BadRequest("request_id", f"{request.request_id} is in use by an open request")
+        flow = _Flow(request, placement, now + self._config.request_timeout_s, now + self._config.queue_timeout_s)
+        self._flows[request.request_id] = flow
+        return self._plan(flow)
+
+    def cancel(self, request_id: str) -> list[Effect]:
+        """The client left, or has what it wanted. Unknown ids are ignored."""
+        flow = self._flows.get(request_id)
+        if flow is None:
+            return []
+        effects = self._recall(flow)
+        self._end(flow)
+        return effects
+
+    def answered(self, worker: WorkerRef, answer: Answer, now: float) -> list[Effect]:
+        """What a worker said."""
+        match answer:
+            case StepOutput(deltas, load):
+                view = self._view.get(worker)
+                if view is not None:
+                    view.load = load
+                return [effect for delta in deltas for effect in self._tokens(worker, delta)]
+            case Reserved():
+                return self._reserved(answer)
+            case Refused():
+                return self._refused(worker, answer, now)
+            case PeerConnected():
+                self._view.connected(worker, answer)
+                return self.serve_queue()
+            case _:
+                assert_never(answer)
+
+    def worker_lost(self, worker: WorkerRef, now: float) -> list[Effect]:
+        """A worker is gone: plan again what it held, or fail what has tokens out."""
+        if not self._view.lose(worker):
+            return []
+        effects: list[Effect] = []
+        for flow in list(self._flows.values()):
+            if flow.choice is None or flow.stage is Stage.QUEUED:
+                continue
+            on_prefill = flow.choice.prefill == worker and flow.prefill_open
+            if flow.choice.decode == worker or on_prefill:
+                effects += self._plan_again(flow, WorkerLost(worker.worker_id, "it died or its stream broke"), now)
+        return effects
+
+    def serve_queue(self) -> list[Effect]:
+        """Plan those who wait, in order, as far as workers are ready."""
+        return [
+            effect for flow in list(self._flows.values()) if flow.stage is Stage.QUEUED for effect in self._plan(flow)
+        ]
+
+    def tick(self, now: float) -> list[Effect]:
+        """End what has waited too long."""
+        effects: list[Effect] = []
+        for flow in list(self._flows.values()):
+            if flow.stage is Stage.QUEUED and now >= flow.queue_deadline_s:
+                message = f"no worker became ready within {self._config.queue_timeout_s} s"
+                effects += self._fail(flow, Rejected(RejectReason.NO_WORKER, message))
+            elif now >= flow.deadline_s:
+                message = f"not done within {self._config.request_timeout_s} s"
+                effects += self._fail(flow, Rejected(RejectReason.QUEUE_TIMEOUT, message))
+        return effects
+
+    def _plan(self, flow: _Flow) -> list[Effect]:
+        choice = choose(flow.request, flow.placement, self._view)
+        if choice is None:
+            return []
+        flow.attempt += 1
+        flow.choice = choice
+        self._attempts[flow.attempt_id] = flow
+        num_tokens = flow.request.num_prompt_tokens
+        self._view.assign(choice.decode, num_tokens)
+        request = replace(flow.request, request_id=flow.attempt_id)
+        planned = Planned(flow.request.request_id, flow.attempt, choice)
+        if choice.prefill is None:
+            flow.move(Stage.DECODING)
+            return [planned, Send(choice.decode, StartGeneration(request))]
+        flow.move(Stage.RESERVING)
+        flow.prefill_open = True
+        self._view.assign(choice.prefill, num_tokens)
+        return [planned, Send(choice.decode, ReserveBlocks(request, flow.attempt_id, choice.prefill))]
+
+    def _reserved(self, answer: Reserved) -> list[Effect]:
+        flow = self._attempts.get(answer.request_id)
+        if flow is None or flow.stage is not Stage.RESERVING or flow.choice is None or flow.choice.prefill is None:
+            return []
+        flow.move(Stage.PREFILLING)
+        request = replace(flow.request, request_id=flow.attempt_id)
+        return [Send(flow.choice.prefill, StartPrefill(request, answer.ticket))]
+
+    def _refused(self, worker: WorkerRef, answer: Refused, now: float) -> list[Effect]:
+        flow = self._attempts.get(answer.request_id)
+        if flow is None:
+            return []
+        match answer.reason:
+            case RefuseReason.BAD_REQUEST:
+                return self._fail(flow, BadRequest("prompt", answer.message))
+            case RefuseReason.NO_BLOCKS:
+                return self._fail(flow, Rejected(RejectReason.QUEUE_TIMEOUT, answer.message))
+            case RefuseReason.TRANSFER_FAILED:
+                return self._plan_again(flow, TransferFailed(f"{worker}: {answer.message}"), now)
+            case RefuseReason.DRAINING:
+                self._view.draining(worker)
+                return self._plan_again(flow, WorkerLost(worker.worker_id, "draining"), now)
+            case _:
+                assert_never(answer.reason)
+
+    def _tokens(self, worker: WorkerRef, delta: TokenDelta) -> list[Effect]:
+        flow = self._attempts.get(delta.request_id)
+        if flow is None or flow.choice is None:
+            return []
+        if worker == flow.choice.prefill and flow.stage is Stage.PREFILLING:
+            flow.move(Stage.DECODING)
+            self._close_prefill(flow)
+        flow.early.setdefault(delta.position, delta)
+        effects: list[Effect] = []
+        while (ready := flow.early.pop(flow.next_position, None)) is not None:
+            flow.next_position += len(ready.token_ids)
+            effects.append(Deliver(flow.request.request_id, replace(ready, request_id=flow.request.request_id)))
+            if ready.finish_reason is not None:
+                if ready.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
+                    effects += self._recall(flow)
+                self._end(flow)
+                break
+        return effects
+
+    def _plan_again(self, flow: _Flow, error: TandemError, now: float) -> list[Effect]:
+        """A new attempt while the client has seen nothing; the error once it has, or when attempts run out."""
+        if flow.next_position > 0 or flow.attempt >= self._config.max_attempts:
+            return self._fail(flow, error)
+        effects = self._recall(flow)
+        self._close(flow)
+        flow.early.clear()
+        flow.move(Stage.QUEUED)
+        flow.queue_deadline_s = now + self._config.queue_timeout_s
+        return effects + self._plan(flow)
+
+    def _fail(self, flow: _Flow, error: TandemError) -> list[Effect]:
+        effects = self._recall(flow)
+        self._end(flow)
+        return [*effects, Fail(flow.request.request_id, error)]
+
+    def _recall(self, flow: _Flow) -> list[Effect]:
+        """Tell every living worker of the current attempt to free what it holds."""
+        if flow.choice is None or flow.stage is Stage.QUEUED:
+            return []
+        workers = [flow.choice.decode]
+        if flow.choice.prefill is not None and flow.prefill_open:
+            workers.append(flow.choice.prefill)
+        return [Send(ref, CancelRequest(flow.attempt_id)) for ref in workers if self._view.get(ref) is not None]
+
+    def _end(self, flow: _Flow) -> None:
+        if flow.stage is not Stage.QUEUED:
+            self._close(flow)
+        flow.move(Stage.DONE)
+        del self._flows[flow.request.request_id]
+
+    def _close(self, flow: _Flow) -> None:
+        """Take the current attempt off the workers' books."""
+        del self._attempts[flow.attempt_id]
+        self._close_prefill(flow)
+        if flow.choice is not None:
+            self._view.unassign(flow.choice.decode, flow.request.num_prompt_tokens)
+
+    def _close_prefill(self, flow: _Flow) -> None:
+        if flow.prefill_open and flow.choice is not None and flow.choice.prefill is not None:
+            flow.prefill_open = False
+            self._view.unassign(flow.choice.prefill, flow.request.num_prompt_tokens)

@@ -1,0 +1,160 @@
+"""Drives the quiet dispatcher: a clock, a link to each worker, and a queue for each open request."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Iterable
+from contextlib import suppress
+
+from core.errors import BadRequest, Rejected, RejectReason, TandemError
+from core.membership import Life, Role, WorkerInfo, WorkerLoad, WorkerRef
+from core.messages import PeerDead, PeerJoined
+from core.request import GenerateRequest, Placement, TokenDelta
+from router.config import RouterConfig
+from router.dispatcher import Deliver, Dispatcher, Effect, Fail, Planned, Send
+from router.view import ClusterView
+from router.worker_link import WorkerLink
+
+logger = logging.getLogger(__name__)
+
+
+class LiveDispatcher:
+    """What the fronts generate through, and what workers register with. All calls come from one event loop."""
+
+    def __init__(self, config: RouterConfig, router_id: str) -> None:
+        self._config = config
+        self._router_id = router_id
+        self.view = ClusterView()
+        self._dispatcher = Dispatcher(config.dispatcher, self.view)
+        self._links: dict[WorkerRef, WorkerLink] = {}
+        self._outputs: dict[str, asyncio.Queue[TokenDelta | TandemError]] = {}
+        self._idle = asyncio.Event()
+        self._closing = False
+
+    @property
+    def num_open(self) -> int:
+        return self._dispatcher.num_open
+
+    @property
+    def num_queued(self) -> int:
+        return self._dispatcher.num_queued
+
+    def why_not_ready(self) -> str | None:
+        """What is missing to serve a request, or None."""
+        if self._closing:
+            return "shutting down"
+        return None if self.view.has_ready(Role.DECODE) else "no ready decode worker"
+
+    async def generate(self, request: GenerateRequest, placement: Placement) -> AsyncGenerator[TokenDelta, None]:
+        """Each output position once, in order. Closing the generator frees the request everywhere.
+
+        Raises: Rejected: not taken, or no worker in time. BadRequest: a worker can never serve it.
+            WorkerLost, TransferFailed: it had to end after its first token.
+        """
+        if self._closing:
+            raise Rejected(RejectReason.DRAINING, "this router is shutting down")
+        effects = self._dispatcher.submit(request, placement, time.monotonic())
+        output: asyncio.Queue[TokenDelta | TandemError] = asyncio.Queue()
+        self._outputs[request.request_id] = output
+        try:
+            self._perform(effects)
+            while True:
+                item = await output.get()
+                if isinstance(item, TandemError):
+                    raise item
+                yield item
+                if item.finish_reason is not None:
+                    return
+        finally:
+            del self._outputs[request.request_id]
+            if not self._outputs:
+                self._idle.set()
+            self._perform(self._dispatcher.cancel(request.request_id))
+
+    def announce(self, info: WorkerInfo, load: WorkerLoad, *, draining: bool) -> None:
+        """A worker says that it lives. Raises BadRequest: it cannot belong to this cluster, or was given up."""
+        worker = self.view.get(info.ref)
+        if worker is not None:
+            worker.load = load
+            if draining:
+                self.view.draining(info.ref)
+            return
+        if len(self.view.workers()) >= self._config.max_workers:
+            raise BadRequest("worker", f"this router takes at most {self._config.max_workers} workers")
+        self.view.register(info)
+        logger.info("worker_id=%s state=starting address=%s", info.ref, info.address)
+        self._links[info.ref] = WorkerLink(
+            info,
+            self._router_id,
+            self._config.silence_timeout_s,
+            on_open=lambda: self._opened(info),
+            on_answer=lambda answer: self._perform(self._dispatcher.answered(info.ref, answer, time.monotonic())),
+            on_closed=lambda reason: self._lost(info.ref, reason),
+        )
+
+    async def report_death(self, ref: WorkerRef) -> None:
+        """The process of `ref` has ended: tell every worker that nothing more can come from it."""
+        link = self._links.get(ref)
+        if link is not None:
+            await link.close()
+            self._lost(ref, "its process ended")
+        self.view.lose(ref)
+        for other in self._links.values():
+            other.send(PeerDead(ref))
+
+    async def tick_forever(self, interval_s: float = 0.25) -> None:
+        """Let waits end; runs until cancelled."""
+        while True:
+            await asyncio.sleep(interval_s)
+            self._perform(self._dispatcher.tick(time.monotonic()))
+
+    async def close(self, grace_s: float) -> None:
+        """Take nothing new, let what is open finish for `grace_s`, then end it and every link."""
+        self._closing = True
+        if self._outputs:
+            self._idle.clear()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._idle.wait(), grace_s)
+        for output in self._outputs.values():
+            output.put_nowait(Rejected(RejectReason.DRAINING, "this router is shutting down"))
+        for link in list(self._links.values()):
+            await link.close()
+        self._links.clear()
+
+    def _opened(self, info: WorkerInfo) -> None:
+        """The worker is READY: introduce it to the others, and them to it."""
+        self.view.ready(info.ref)
+        logger.info("worker_id=%s state=ready role=%s", info.ref, info.role)
+        link = self._links[info.ref]
+        for other in self.view.workers():
+            if other.ref != info.ref and other.life is not Life.STARTING:
+                link.send(PeerJoined(other.info))
+                self._links[other.ref].send(PeerJoined(info))
+        self._perform(self._dispatcher.serve_queue())
+
+    def _lost(self, ref: WorkerRef, reason: str) -> None:
+        logger.warning("worker_id=%s state=gone reason=%r", ref, reason)
+        self._links.pop(ref, None)
+        self._perform(self._dispatcher.worker_lost(ref, time.monotonic()))
+
+    def _perform(self, effects: Iterable[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case Send(worker, command):
+                    self._links[worker].send(command)
+                case Deliver(request_id, delta):
+                    self._put(request_id, delta)
+                case Fail(request_id, error):
+                    self._put(request_id, error)
+                case Planned(request_id, attempt, choice):
+                    logger.info(
+                        "request_id=%s attempt=%d state=planned reason=%s decode=%s prefill=%s",
+                        request_id, attempt, choice.reason, choice.decode, choice.prefill,
+                    )  # fmt: skip
+
+    def _put(self, request_id: str, item: TokenDelta | TandemError) -> None:
+        output = self._outputs.get(request_id)
+        if output is not None:
+            output.put_nowait(item)

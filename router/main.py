@@ -1,0 +1,94 @@
+"""A router process: both fronts, the registry, and the dispatcher behind them."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+
+from aiohttp import web
+from engine.tokenizer import Tokenizer
+from prometheus_client import CollectorRegistry
+from tandem.v1 import worker_pb2_grpc
+
+from engine.digest import weights_digest
+from engine.weights import ModelConfig
+from router.config import RouterConfig, RouterEndpoints
+from router.front.generation import Front
+from router.front.grpc_service import GrpcFront, build_grpc_server
+from router.front.intake import ServedModel
+from router.front.openai_http import build_http_app, build_http_runner
+from router.live import LiveDispatcher
+from router.registry_service import SERVICE_NAME, RegistryServicer
+from telemetry.metrics import RouterMetrics
+
+
+class RouterProcess:
+    """Started once, stopped once."""
+
+    def __init__(self) -> None:
+        self._dispatcher: LiveDispatcher | None = None
+        self._grpc: GrpcFront | None = None
+        self._http: web.AppRunner | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._drain_timeout_s = 0.0
+
+    async def start(self, config: RouterConfig) -> RouterEndpoints:
+        """Listen on both fronts. Raises OSError: an address is taken. BadModel: the folder cannot be served."""
+        self._drain_timeout_s = config.drain_timeout_s
+        self._dispatcher = LiveDispatcher(config, router_id=f"router-{secrets.token_hex(4)}")
+        tokenizer = Tokenizer.load(config.model_folder)
+        model = _served_model(config, tokenizer)
+        metrics = RouterMetrics(CollectorRegistry(), config.model_name)
+        front = Front(self._dispatcher, tokenizer, model, metrics)
+        grpc_address = await self._start_grpc(config, front)
+        http_address = await self._start_http(config, front)
+        loop = asyncio.get_running_loop()
+        assert self._grpc is not None
+        self._tasks = [
+            loop.create_task(self._dispatcher.tick_forever()),
+            loop.create_task(self._grpc.health.follow()),
+        ]
+        return RouterEndpoints(http_address, grpc_address)
+
+    async def stop(self) -> None:
+        """Refuse what is new, let what is open finish within the drain bound, close everything."""
+        if self._grpc is not None:
+            await self._grpc.health.enter_graceful_shutdown()
+        if self._dispatcher is not None:
+            await self._dispatcher.close(self._drain_timeout_s)
+        for task in self._tasks:
+            task.cancel()
+        if self._http is not None:
+            await self._http.cleanup()
+        if self._grpc is not None:
+            await self._grpc.server.stop(grace=0.5)
+
+    async def _start_grpc(self, config: RouterConfig, front: Front) -> str:
+        assert self._dispatcher is not None
+        self._grpc = build_grpc_server(front, self._dispatcher.why_not_ready, other_services=(SERVICE_NAME,))
+        worker_pb2_grpc.add_RouterServiceServicer_to_server(RegistryServicer(self._dispatcher), self._grpc.server)
+        port = self._grpc.server.add_insecure_port(f"{config.grpc_host}:{config.grpc_port}")
+        await self._grpc.server.start()
+        return f"{config.grpc_host}:{port}"
+
+    async def _start_http(self, config: RouterConfig, front: Front) -> str:
+        assert self._dispatcher is not None
+        self._http = build_http_runner(build_http_app(front, self._dispatcher.why_not_ready))
+        await self._http.setup()
+        site = web.TCPSite(self._http, config.http_host, config.http_port)
+        await site.start()
+        port = self._http.addresses[0][1]
+        return f"{config.http_host}:{port}"
+
+
+def _served_model(config: RouterConfig, tokenizer: Tokenizer) -> ServedModel:
+    model = ModelConfig.load(config.model_folder)
+    return ServedModel(
+        name=config.model_name,
+        created_s=int(time.time()),
+        max_context_tokens=model.max_context_tokens,
+        vocab_size=model.vocab_size,
+        eos_token_ids=tuple(tokenizer.eos_token_ids),
+        weights_digest=weights_digest(config.model_folder),
+    )

@@ -1,0 +1,83 @@
+"""Which workers serve a request: filter, score, pick, decide. Small functions of (request, view); no clock.
+
+A filter narrows candidates, a scorer gives each a value in [0, 1], the picker takes the best, the decider says
+whether a remote prefill pays. Every choice carries its reason.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from core.membership import Life, Role, WorkerRef
+from core.request import GenerateRequest, Placement
+from router.view import ClusterView, WorkerView
+
+
+class ChoiceReason(StrEnum):
+    """Why the prompt is prefilled where it is; log field and metric label."""
+
+    ASKED = "asked"  # the request said where
+    PREFILL_POOL = "prefill_pool"  # a prefill worker is free to do it
+    NO_PREFILL_WORKER = "no_prefill_worker"  # none is ready and paired with a decode worker
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """`prefill` None: the decode worker prefills. `scores`: of every candidate looked at, for `explain`."""
+
+    decode: WorkerRef
+    prefill: WorkerRef | None
+    reason: ChoiceReason
+    scores: tuple[tuple[WorkerRef, float], ...]
+
+
+def choose(request: GenerateRequest, placement: Placement, view: ClusterView) -> Choice | None:
+    """The workers for a request, or None when the roles that it needs are not ready."""
+    decodes = score_all(filter_fitting(filter_ready(view.workers(Role.DECODE)), request))
+    if not decodes:
+        return None
+    decode = pick(decodes)
+    if placement is Placement.LOCAL:
+        return Choice(decode, None, ChoiceReason.ASKED, tuple(decodes))
+    prefills = score_all(filter_paired(filter_ready(view.workers(Role.PREFILL)), decode, view))
+    if prefills:
+        reason = ChoiceReason.ASKED if placement is Placement.REMOTE else ChoiceReason.PREFILL_POOL
+        return Choice(decode, pick(prefills), reason, (*decodes, *prefills))
+    if placement is Placement.REMOTE:
+        return None
+    return Choice(decode, None, ChoiceReason.NO_PREFILL_WORKER, tuple(decodes))
+
+
+def filter_ready(workers: list[WorkerView]) -> list[WorkerView]:
+    return [worker for worker in workers if worker.life is Life.READY]
+
+
+def filter_fitting(workers: list[WorkerView], request: GenerateRequest) -> list[WorkerView]:
+    """Those whose whole KV pool could hold the request."""
+    most_tokens = request.num_prompt_tokens + request.stop.max_tokens
+    return [
+        worker
+        for worker in workers
+        if min(most_tokens, worker.info.max_context_tokens) <= worker.info.num_blocks * worker.info.block_size
+    ]
+
+
+def filter_paired(workers: list[WorkerView], decode: WorkerRef, view: ClusterView) -> list[WorkerView]:
+    """Those with a warm KV path to and from the decode worker."""
+    return [worker for worker in workers if view.paired(worker.ref, decode)]
+
+
+def score_all(workers: list[WorkerView]) -> list[tuple[WorkerRef, float]]:
+    return [(worker.ref, score_idle(worker)) for worker in workers]
+
+
+def score_idle(worker: WorkerView) -> float:
+    """1 for a worker with nothing to do, towards 0 as the tokens of its open requests grow past its KV pool."""
+    capacity_tokens = worker.info.num_blocks * worker.info.block_size
+    return capacity_tokens / (capacity_tokens + worker.open_tokens)
+
+
+def pick(scores: list[tuple[WorkerRef, float]]) -> WorkerRef:
+    """The best score; the first registered among equals."""
+    return max(scores, key=lambda item: item[1])[0]

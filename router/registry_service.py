@@ -1,0 +1,58 @@
+"""tandem.v1.RouterService: workers announce themselves, their keeper reports deaths, people ask for the state."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import grpc
+from tandem.v1 import worker_pb2 as pb
+from tandem.v1 import worker_pb2_grpc as pb_grpc
+
+from core.errors import BadRequest
+from kv_transfer.stream_codec import decode_info, decode_load, decode_ref, encode_info, encode_load, encode_ref
+from router.live import LiveDispatcher
+from router.view import WorkerView
+
+SERVICE_NAME: Final = pb.DESCRIPTOR.services_by_name["RouterService"].full_name
+
+
+class RegistryServicer(pb_grpc.RouterServiceServicer):
+    """Registration and state of one router."""
+
+    def __init__(self, dispatcher: LiveDispatcher) -> None:
+        self._dispatcher = dispatcher
+
+    async def Announce(self, request: pb.AnnounceRequest, context: grpc.aio.ServicerContext) -> pb.AnnounceResponse:
+        """FAILED_PRECONDITION: this worker can never belong here, and should end."""
+        try:
+            info, load = decode_info(request.worker), decode_load(request.load)
+            self._dispatcher.announce(info, load, draining=request.draining)
+        except BadRequest as error:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        return pb.AnnounceResponse()
+
+    async def ReportDeath(
+        self, request: pb.ReportDeathRequest, _context: grpc.aio.ServicerContext
+    ) -> pb.ReportDeathResponse:
+        await self._dispatcher.report_death(decode_ref(request.worker))
+        return pb.ReportDeathResponse()
+
+    async def GetStatus(
+        self, _request: pb.GetStatusRequest, _context: grpc.aio.ServicerContext
+    ) -> pb.GetStatusResponse:
+        workers = [_status(worker) for worker in self._dispatcher.view.workers()]
+        return pb.GetStatusResponse(
+            workers=workers,
+            open_requests=self._dispatcher.num_open,
+            queued_requests=self._dispatcher.num_queued,
+        )
+
+
+def _status(worker: WorkerView) -> pb.WorkerStatus:
+    peers = [
+        pb.PeerConnected(peer=encode_ref(link.peer), lane=link.lane, probe_gbps=link.probe_gbps)
+        for link in worker.peers.values()
+    ]
+    return pb.WorkerStatus(
+        worker=encode_info(worker.info), life=worker.life, load=encode_load(worker.load), peers=peers
+    )

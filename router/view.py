@@ -1,0 +1,101 @@
+"""What the router knows of its workers: who lives, how loaded each is, which pairs are warm. No clock, no socket."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from core.errors import BadRequest
+from core.membership import Life, Role, WorkerInfo, WorkerLoad, WorkerRef, next_life
+from core.messages import PeerConnected
+
+
+@dataclass(slots=True, eq=False)
+class WorkerView:
+    """One incarnation. `open_requests` and `open_tokens` are what this router has given it and not got back yet:
+    newer than any report, so that a burst of requests does not all go to one worker."""
+
+    info: WorkerInfo
+    life: Life = Life.STARTING
+    load: WorkerLoad = field(default_factory=WorkerLoad)
+    open_requests: int = 0
+    open_tokens: int = 0
+    peers: dict[WorkerRef, PeerConnected] = field(default_factory=dict)
+
+    @property
+    def ref(self) -> WorkerRef:
+        return self.info.ref
+
+
+class ClusterView:
+    """All workers that registered and are not dead, by incarnation."""
+
+    def __init__(self) -> None:
+        self._workers: dict[WorkerRef, WorkerView] = {}
+        self._gone: set[WorkerRef] = set()
+
+    def register(self, info: WorkerInfo) -> WorkerView:
+        """Take up a worker. Raises BadRequest: it serves another model or layout than the others, or is gone."""
+        if self.is_gone(info.ref):
+            raise BadRequest("worker.ref", f"incarnation {info.ref} is gone: start again as a new one")
+        for other in self._workers.values():
+            if other.info.identity_digest != info.identity_digest:
+                raise BadRequest(
+                    "worker.identity_digest", f"differs from that of {other.ref}: not the same model or KV"
+                )
+        worker = WorkerView(info)
+        self._workers[info.ref] = worker
+        return worker
+
+    def get(self, ref: WorkerRef) -> WorkerView | None:
+        return self._workers.get(ref)
+
+    def is_gone(self, ref: WorkerRef) -> bool:
+        return ref in self._gone
+
+    def ready(self, ref: WorkerRef) -> None:
+        worker = self._workers[ref]
+        worker.life = next_life(str(ref), worker.life, Life.READY)
+
+    def draining(self, ref: WorkerRef) -> None:
+        """It takes nothing new. A worker that is not READY is left as it is."""
+        worker = self._workers.get(ref)
+        if worker is not None and worker.life is Life.READY:
+            worker.life = next_life(str(ref), worker.life, Life.DRAINING)
+
+    def lose(self, ref: WorkerRef) -> bool:
+        """This incarnation is gone for us, for ever. False: it was not known."""
+        self._gone.add(ref)
+        worker = self._workers.pop(ref, None)
+        for other in self._workers.values():
+            other.peers.pop(ref, None)
+        return worker is not None
+
+    def connected(self, ref: WorkerRef, link: PeerConnected) -> None:
+        """`ref` has a warm KV path to `link.peer`."""
+        worker = self._workers.get(ref)
+        if worker is not None and link.peer in self._workers:
+            worker.peers[link.peer] = link
+
+    def paired(self, one: WorkerRef, other: WorkerRef) -> bool:
+        """Both can push to and notify each other."""
+        first, second = self._workers.get(one), self._workers.get(other)
+        return first is not None and second is not None and other in first.peers and one in second.peers
+
+    def assign(self, ref: WorkerRef, num_tokens: int) -> None:
+        worker = self._workers[ref]
+        worker.open_requests += 1
+        worker.open_tokens += num_tokens
+
+    def unassign(self, ref: WorkerRef, num_tokens: int) -> None:
+        """Take back an assignment; a worker that is gone took its own along."""
+        worker = self._workers.get(ref)
+        if worker is not None:
+            worker.open_requests -= 1
+            worker.open_tokens -= num_tokens
+
+    def workers(self, role: Role | None = None) -> list[WorkerView]:
+        """In the order in which they registered."""
+        return [worker for worker in self._workers.values() if role is None or worker.info.role is role]
+
+    def has_ready(self, role: Role) -> bool:
+        return any(worker.life is Life.READY for worker in self.workers(role))
