@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Final, NoReturn
 
 import grpc
+from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from tandem.v1 import inference_pb2, inference_pb2_grpc
@@ -74,12 +75,36 @@ def build_grpc_server(front: Front, readiness: Readiness, other_services: Sequen
         other_services: full names of services that the caller adds to the server; reflection lists them.
     """
     server = grpc.aio.server(options=SERVER_OPTIONS)
-    inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceServicer(front), server)
+    server.add_generic_rpc_handlers((_inference_handler(InferenceServicer(front)),))
     health_servicer = ReadinessHealth(readiness, (SERVICE_NAME,))
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
     names = (SERVICE_NAME, *other_services, health.SERVICE_NAME, reflection.SERVICE_NAME)
     reflection.enable_server_reflection(names, server)
     return GrpcFront(server, health_servicer)
+
+
+def _inference_handler(servicer: InferenceServicer) -> grpc.GenericRpcHandler:
+    """What add_InferenceServiceServicer_to_server does, with a parser of our own for Generate: grpc would answer
+    UNKNOWN, and log a traceback, to each message that is not protobuf."""
+    handlers = {
+        "Generate": grpc.unary_stream_rpc_method_handler(
+            servicer.Generate, _request_or_none, inference_pb2.GenerateResponse.SerializeToString
+        ),
+        "GetModelInfo": grpc.unary_unary_rpc_method_handler(
+            servicer.GetModelInfo,
+            inference_pb2.GetModelInfoRequest.FromString,
+            inference_pb2.GetModelInfoResponse.SerializeToString,
+        ),
+    }
+    return grpc.method_handlers_generic_handler(SERVICE_NAME, handlers)
+
+
+def _request_or_none(raw: bytes) -> inference_pb2.GenerateRequest | None:
+    try:
+        request: inference_pb2.GenerateRequest = inference_pb2.GenerateRequest.FromString(raw)
+    except DecodeError:
+        return None
+    return request
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
@@ -89,9 +114,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._front = front
 
     async def Generate(
-        self, request: inference_pb2.GenerateRequest, context: grpc.aio.ServicerContext
+        self, request: inference_pb2.GenerateRequest | None, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
-        """An async generator, not context.write: tracing interceptors break the other form."""
+        """Stream one generation; `request` is None when its bytes are not a GenerateRequest.
+
+        An async generator, not context.write: tracing interceptors break the other form.
+        """
+        if request is None:
+            await _abort(context, BadRequest("body", "is not a tandem.v1.GenerateRequest, or not UTF-8"))
         request_id = request.request_id or self._front.new_request_id()
         try:
             with self._front.meter(Endpoint.GRPC, request_id) as meter:

@@ -8,11 +8,12 @@ cancels the handler (`build_http_runner` turns that on), which closes the genera
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Final
 
 from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from core.errors import BadRequest, TandemError
@@ -35,8 +36,6 @@ STREAM_HEADERS: Final = {
     "Cache-Control": "no-cache",
     "X-Accel-Buffering": "no",  # nginx would hold tokens back
 }
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def build_http_app(front: Front, readiness: Readiness, max_body_bytes: int = MAX_BODY_BYTES) -> web.Application:
@@ -94,13 +93,18 @@ class OpenAiEndpoints:
         with self._front.meter(endpoint, request_id) as meter:
             body = parse_body(await _read(http), kind)
             try:
-                request = await self._front.prepare(body.draft(request_id))
+                return await self._answer(http, body, shape, request_id, meter)
             except BadRequest as error:
                 raise renamed(error, body.field_names()) from error
-            answer = Answer(shape, self._front.model, body, request_id, int(self._front.wall_clock()))
-            if body.streamed:
-                return await self._stream(http, body, request, answer, meter)
-            return await self._whole(body, request, answer, meter)
+
+    async def _answer(
+        self, http: web.Request, body: Body, shape: Shape, request_id: str, meter: Meter
+    ) -> web.StreamResponse:
+        request = await self._front.prepare(body.draft(request_id))
+        answer = Answer(shape, self._front.model, body, request_id, int(self._front.wall_clock()))
+        if body.streamed:
+            return await self._stream(http, body, request, answer, meter)
+        return await self._whole(body, request, answer, meter)
 
     async def _whole(self, body: Body, request: GenerateRequest, answer: Answer, meter: Meter) -> web.Response:
         pieces: list[str] = []
@@ -156,7 +160,7 @@ async def _read(http: web.Request) -> bytes:
         raise BadRequest(BODY, f"exceeds {limit} bytes") from error
 
 
-def _answer_errors_as_json(front: Front) -> Callable[[web.Request, Handler], Awaitable[web.StreamResponse]]:
+def _answer_errors_as_json(front: Front) -> Middleware:
     """Middleware: gives each request its id, and each error OpenAI's form."""
 
     @web.middleware

@@ -16,7 +16,7 @@ LIVE: Final = "live"
 READY: Final = "ready"
 
 
-class ReadinessHealth(health.aio.HealthServicer):
+class ReadinessHealth(health.aio.HealthServicer):  # type: ignore[misc]  # grpcio-health-checking has no types
     """grpc.health.v1 whose answers follow `readiness`.
 
     "" and "live" say that the process answers, "ready" and the service names that it can serve. A Check asks

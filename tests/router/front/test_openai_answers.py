@@ -83,9 +83,7 @@ async def test_chat_streamed(client: openai.AsyncOpenAI, dispatcher: ScriptedDis
 
 
 @pytest.mark.parametrize("prompt", ["hi", ["hi"], [104, 105], [[104, 105]]])
-async def test_completion_in_one_piece(
-    client: openai.AsyncOpenAI, dispatcher: ScriptedDispatcher, prompt: Any
-) -> None:
+async def test_completion_in_one_piece(client: openai.AsyncOpenAI, dispatcher: ScriptedDispatcher, prompt: Any) -> None:
     dispatcher.script = says("abc", FinishReason.LENGTH)
     answer = await client.completions.create(model="tiny", prompt=prompt, max_tokens=3)
     assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("abc", "length")

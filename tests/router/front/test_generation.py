@@ -1,0 +1,136 @@
+"""The shared path by itself: text, stop strings, usage, and one row for every error."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import AsyncGenerator
+from dataclasses import replace
+from typing import Any
+
+import grpc
+import pytest
+from front_fakes import MODEL, ByteTokenizer, ScriptedDispatcher, says
+
+from core.errors import BadRequest, Rejected, RejectReason
+from core.request import FinishReason, GenerateRequest, Placement, TokenDelta, WorkUsage
+from router.front.errors import edge_error, renamed
+from router.front.generation import Front, TextDelta
+from router.front.intake import INLINE_CHARACTERS, Draft, Intake
+from router.front.meter import Endpoint
+from router.front.usage import UsageSum
+
+DRAFT = Draft(prompt="hi", model="tiny", request_id="r")
+
+
+async def collect(front: Front, draft: Draft) -> list[TextDelta]:
+    request = await front.prepare(draft)
+    with front.meter(Endpoint.GRPC, draft.request_id) as meter:
+        return [delta async for delta in front.generate(request, Placement.AUTO, meter)]
+
+
+def in_one_delta(text: str, finish_reason: FinishReason | None) -> Any:
+    async def script(request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
+        yield TokenDelta(request.request_id, 0, tuple(text.encode()), finish_reason)
+        if finish_reason is None:
+            yield TokenDelta(request.request_id, len(text.encode()), (256,), FinishReason.STOP)
+
+    return script
+
+
+async def test_a_stop_string_inside_one_delta(front: Front, dispatcher: ScriptedDispatcher) -> None:
+    """Ends there by itself: no token after a stop string belongs to the answer."""
+    dispatcher.script = in_one_delta("abSTOPcd", None)
+    deltas = await collect(front, replace(DRAFT, stop_strings=("STOP",)))
+    assert [(delta.text, delta.finish_reason, delta.matched_stop) for delta in deltas] == [("ab", "stop", "STOP")]
+    assert dispatcher.closed.is_set()
+
+
+async def test_the_earliest_of_several_stop_strings_wins(front: Front, dispatcher: ScriptedDispatcher) -> None:
+    dispatcher.script = says("one two three", matched_stop="two")
+    deltas = await collect(front, replace(DRAFT, stop_strings=("three", "two")))
+    assert ("".join(delta.text for delta in deltas), deltas[-1].matched_stop) == ("one ", "two")
+
+
+@pytest.mark.parametrize("whole", [False, True])
+async def test_stop_strings_do_not_count_before_min_tokens(
+    front: Front, dispatcher: ScriptedDispatcher, whole: bool
+) -> None:
+    dispatcher.script = in_one_delta("ab;cd;", FinishReason.STOP) if whole else says("ab;cd;", matched_stop=";")
+    deltas = await collect(front, replace(DRAFT, stop_strings=(";",), min_tokens=5))
+    assert ("".join(delta.text for delta in deltas), deltas[-1].matched_stop) == ("ab;cd", ";")
+
+
+async def test_a_stop_string_counts_as_soon_as_min_tokens_are_out(front: Front, dispatcher: ScriptedDispatcher) -> None:
+    dispatcher.script = says("ab;", matched_stop=";")
+    deltas = await collect(front, replace(DRAFT, stop_strings=(";",), min_tokens=3))
+    assert ("".join(delta.text for delta in deltas), deltas[-1].matched_stop) == ("ab", ";")
+
+
+async def test_a_seed_that_was_not_given_is_drawn_once(front: Front) -> None:
+    seeds = {(await front.prepare(DRAFT)).sampling.seed for _ in range(4)}
+    assert len(seeds) == 4
+    assert (await front.prepare(replace(DRAFT, seed=0))).sampling.seed == 0
+
+
+async def test_a_prompt_that_just_fits(front: Front) -> None:
+    room = MODEL.max_context_tokens
+    assert (await front.prepare(replace(DRAFT, prompt="x" * (room - 1)))).stop.max_tokens == 1
+    assert (await front.prepare(replace(DRAFT, prompt="xx", max_tokens=room - 2))).stop.max_tokens == room - 2
+    with pytest.raises(BadRequest, match="prompt: 64 tokens"):
+        await front.prepare(replace(DRAFT, prompt="x" * room))
+
+
+async def test_a_long_prompt_is_tokenised_off_the_loop() -> None:
+    threads: list[int] = []
+
+    class Watched(ByteTokenizer):
+        def encode(self, text: str) -> list[int]:
+            threads.append(threading.get_ident())
+            return super().encode(text)[:1]
+
+    intake = Intake(Watched(), MODEL)
+    await intake.prepare(replace(DRAFT, prompt="x" * INLINE_CHARACTERS))
+    await intake.prepare(replace(DRAFT, prompt="x" * (INLINE_CHARACTERS + 1)))
+    assert threads[0] == threading.get_ident()
+    assert threads[1] != threading.get_ident()
+
+
+@pytest.mark.parametrize(
+    ("works", "cached_tokens"),
+    [
+        ([], 0),
+        ([WorkUsage(cached_tokens=16)], 16),
+        ([WorkUsage(cached_tokens=32, computed_tokens=68)], 32),
+        ([WorkUsage(fetched_tokens=48, computed_tokens=52)], 48),
+        # Both sides of a hand-off held the prefix: it was saved once.
+        ([WorkUsage(cached_tokens=32, computed_tokens=68), WorkUsage(cached_tokens=32, kv_blocks_received=5)], 32),
+        # Only the decode side held it: the prefill side computed it all the same.
+        ([WorkUsage(computed_tokens=100), WorkUsage(cached_tokens=32)], 0),
+        # Migrated: the second worker computed everything again.
+        ([WorkUsage(cached_tokens=50, computed_tokens=50), WorkUsage(computed_tokens=100)], 0),
+    ],
+)
+def test_cached_tokens_are_what_no_worker_computed(works: list[WorkUsage], cached_tokens: int) -> None:
+    usage = UsageSum(prompt_tokens=100)
+    for work in works:
+        usage.add(1, work)
+    total = usage.total()
+    assert (total.cached_tokens, total.completion_tokens) == (cached_tokens, len(works))
+    assert total.computed_tokens == sum(work.computed_tokens for work in works)
+
+
+def test_every_reject_reason_has_a_row() -> None:
+    for reason in RejectReason:
+        seen = edge_error(Rejected(reason, "why"))
+        assert (seen.http_status, seen.grpc_status) in {
+            (429, grpc.StatusCode.RESOURCE_EXHAUSTED),
+            (503, grpc.StatusCode.UNAVAILABLE),
+        }
+        assert seen.code == reason
+        assert seen.retry_after_s is not None
+
+
+def test_a_renamed_field_keeps_its_path() -> None:
+    error = renamed(BadRequest("prompt.0.role", "wrong", "code"), {"prompt": "messages"})
+    assert (error.field, error.message, error.code) == ("messages.0.role", "wrong", "code")
+    assert renamed(BadRequest("seed", "wrong"), {"prompt": "messages"}).field == "seed"

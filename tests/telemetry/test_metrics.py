@@ -1,0 +1,76 @@
+"""The public series, by name: dashboards and alerts outside this repository read them."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, generate_latest
+
+from telemetry.metrics import PushOutcome, RouterMetrics, WorkerMetrics
+
+ROUTER_FAMILIES = {
+    "tandem_kv_bytes_moved",
+    "tandem_open_requests",
+    "tandem_output_tokens",
+    "tandem_prompt_tokens",
+    "tandem_rejected",
+    "tandem_requests",
+    "tandem_tpot_seconds",
+    "tandem_ttft_seconds",
+    "vllm:e2e_request_latency_seconds",
+    "vllm:inter_token_latency_seconds",
+    "vllm:num_requests_running",
+    "vllm:num_requests_waiting",
+    "vllm:prefix_cache_hits",
+    "vllm:prefix_cache_queries",
+    "vllm:request_generation_tokens",
+    "vllm:request_prompt_tokens",
+    "vllm:request_success",
+    "vllm:time_to_first_token_seconds",
+}
+WORKER_FAMILIES = {
+    "tandem_kv_handoffs_open",
+    "tandem_kv_transfer_bytes",
+    "tandem_kv_transfer_push_bytes",
+    "tandem_kv_transfer_push_seconds",
+    "tandem_kv_transfer_pushes",
+    "tandem_prefix_hit_tokens",
+    "tandem_prefix_hits",
+    "tandem_prefix_index_errors",
+    "tandem_prefix_lookups",
+    "tandem_worker_blocks",
+    "tandem_worker_preemptions",
+    "tandem_worker_running_requests",
+    "tandem_worker_step_seconds",
+    "tandem_worker_steps",
+    "tandem_worker_tokens",
+    "tandem_worker_waiting_requests",
+}
+
+
+def test_router_series_are_public() -> None:
+    registry = CollectorRegistry()
+    RouterMetrics(registry, "tiny")
+    assert {family.name for family in registry.collect()} == ROUTER_FAMILIES
+
+
+def test_worker_series_are_public() -> None:
+    registry = CollectorRegistry()
+    WorkerMetrics(registry)
+    assert {family.name for family in registry.collect()} == WORKER_FAMILIES
+
+
+def test_worker_numbers() -> None:
+    registry = CollectorRegistry()
+    metrics = WorkerMetrics(registry)
+    metrics.set_blocks(free=5, used=2, quarantined=1)
+    metrics.step_done(0.01, prefill_tokens=16, decode_tokens=3)
+    metrics.push_done(PushOutcome.DONE, num_bytes=4096, duration_s=0.002)
+    metrics.push_done(PushOutcome.FAILED, num_bytes=4096, duration_s=0.002)
+    lines = generate_latest(registry).decode().splitlines()
+    for line in (
+        'tandem_worker_blocks{state="quarantined"} 1.0',
+        "tandem_worker_steps_total 1.0",
+        'tandem_worker_tokens_total{kind="prefill"} 16.0',
+        'tandem_kv_transfer_pushes_total{outcome="failed"} 1.0',
+        "tandem_kv_transfer_bytes_total 4096.0",
+    ):
+        assert line in lines, line
