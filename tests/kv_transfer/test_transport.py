@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 
 import numpy as np
 import pytest
-from transport_ends import BOUND_S, IDENTITY, End, Ends, connect, described, until
+from transport_ends import BOUND_S, IDENTITY, End, Ends, connect, until
 
 from core.errors import InvariantBroken, PeerRefused, WorkerLost
 from core.identity import CacheIdentity
@@ -202,8 +202,9 @@ async def test_a_closed_peer_is_lost_once(ends: Ends) -> None:
         await source.transport.notify(target.ref, b"still dead")
     await source.transport.drop(target.ref)
     assert source.lost == [target.ref]
+    late = ends.make("prefill-1", connect_timeout_s=0.2)
     with pytest.raises(WorkerLost):
-        await source.transport.connect(described(target))
+        await connect(late, target)
 
 
 async def test_many_pushes_at_once(ends: Ends) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from core.identity import CacheIdentity
 from core.membership import WorkerRef
 from kv_transfer.in_process import InProcessNetwork, InProcessTransport
-from kv_transfer.nixl import NixlTransport
+from kv_transfer.nixl import NixlConfig, NixlTransport
 from kv_transfer.pool import MemoryPool
 from kv_transfer.transport import PoolDescription, Transport
 
@@ -62,7 +62,7 @@ class Ends:
 
     def make(
         self, worker_id: str, fill: int = 0, num_blocks: int = 32, block_bytes: int = 4096,
-        identity: CacheIdentity = IDENTITY,
+        connect_timeout_s: float = BOUND_S,
     ) -> End:  # fmt: skip
         blocks = np.full((num_blocks, block_bytes), fill, dtype=np.uint8)
         pool = MemoryPool(blocks.ctypes.data, num_blocks, block_bytes)
@@ -70,9 +70,9 @@ class Ends:
         ref = WorkerRef(worker_id, f"{id(self):x}-{self._num_refs}")
         transport: Transport
         if self.backend == "nixl":
-            transport = NixlTransport(ref, identity, pool)
+            transport = NixlTransport(ref, IDENTITY, pool, NixlConfig(connect_timeout_s, drop_timeout_s=0.5))
         else:
-            transport = InProcessTransport(self.network, ref, identity, pool)
+            transport = InProcessTransport(self.network, ref, IDENTITY, pool)
         end = End(transport, blocks)
         end.listen()
         self._made.append(end)

@@ -1,0 +1,30 @@
+"""Faults of NIXL peers in other processes, over CMA and over TCP. Each runs as a process with a hard limit."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from nixl_scenarios import SCENARIOS
+
+ROOT = Path(__file__).parents[2]
+LIMIT_S = 25.0
+TCP_ONLY = {"freeze_and_thaw", "close_under_freeze"}  # over CMA the sender copies: a frozen target cannot stop it
+
+CASES = [("tcp", name) for name in SCENARIOS] + [("cma", name) for name in SCENARIOS if name not in TCP_ONLY]
+
+
+@pytest.mark.parametrize(("lane", "scenario"), CASES)
+def test_scenario(lane: str, scenario: str) -> None:
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'proto/python'}"}
+    environment.pop("UCX_TLS", None)
+    if lane == "tcp":
+        environment["UCX_TLS"] = "tcp"
+    ended = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("nixl_scenarios.py")), scenario],
+        env=environment, timeout=LIMIT_S, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stdout + ended.stderr
