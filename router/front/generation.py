@@ -14,10 +14,9 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Protocol
 
-from engine.stop import StopStrings
-
 from core.errors import BadRequest, InvariantBroken
 from core.request import FinishReason, GenerateRequest, Placement, TokenDelta
+from engine.stop import StopStrings
 from router.front.errors import GenerationFailed
 from router.front.intake import Draft, Intake, ServedModel, TextDecoder, Tokenizer
 from router.front.meter import Endpoint, Meter
