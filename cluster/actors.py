@@ -1,0 +1,105 @@
+"""What runs inside a Ray actor process: a host object, its log file, its thread settings. Knows neither Ray nor torch.
+
+The host (cluster.worker_host.WorkerHost, cluster.router_host.RouterHost) is named by an import path and imported only
+here, in the actor's process: so the launcher never loads torch, and thread settings stand in the environment before
+torch reads them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import importlib
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Any, Final
+
+from cluster.config import WorkerConfig
+from core.membership import WorkerInfo
+from telemetry.logs import setup_logs
+
+# One engine step is small: more threads than one would only wait for each other, and two workers would share them.
+WORKER_ENVIRONMENT: Final = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+ROUTER_ENVIRONMENT: Final = {"TOKENIZERS_PARALLELISM": "false"}
+
+
+class _HostActor:
+    """Start, ping, watch and stop one host object. A failure reaches the caller as plain text: exceptions of
+    libraries do not always survive the way between processes."""
+
+    def __init__(self, host_path: str, log_file: Path, environment: dict[str, str]) -> None:
+        _redirect_output(log_file)
+        os.environ.update(environment)
+        self._host_path = host_path
+        self._host: Any = None
+
+    async def start(self, config: Any) -> Any:
+        """Import the host, start it; returns what it says of itself."""
+        try:
+            self._host = _import_host(self._host_path)
+            return await self._host.start(config)
+        except Exception as error:
+            traceback.print_exc()
+            raise RuntimeError(f"{type(error).__name__}: {error}") from None
+
+    async def stop(self) -> None:
+        """Close servers and connections."""
+        if self._host is not None:
+            await self._host.stop()
+
+    async def watch(self) -> None:
+        """Never returns: the call breaks when this process dies, which is how the controller learns of it."""
+        await asyncio.Event().wait()
+
+    async def ping(self) -> int:
+        """This process's pid; answers as long as the event loop turns."""
+        return os.getpid()
+
+
+class WorkerActor(_HostActor):
+    """The process of one prefill or decode worker."""
+
+    def __init__(self, host_path: str, worker_id: str, log_file: Path) -> None:
+        super().__init__(host_path, log_file, WORKER_ENVIRONMENT)
+        setup_logs(worker_id)
+
+    async def start(self, config: WorkerConfig) -> WorkerInfo:
+        """Pin, load weights, listen, announce."""
+        if config.cpu_core is not None:
+            os.sched_setaffinity(0, {config.cpu_core})
+        info: WorkerInfo = await super().start(config)
+        return info
+
+    async def drain(self, timeout_s: float) -> None:
+        """Take nothing new; return when all that runs has ended, or after `timeout_s`."""
+        await self._host.drain(timeout_s)
+
+
+class RouterActor(_HostActor):
+    """The process of the router."""
+
+    def __init__(self, host_path: str, log_file: Path) -> None:
+        super().__init__(host_path, log_file, ROUTER_ENVIRONMENT)
+        setup_logs("router")
+
+
+def _import_host(path: str) -> Any:
+    """An instance of the class that "package.module:Class" names."""
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)()
+
+
+def _redirect_output(log_file: Path) -> None:
+    """Send this process's stdout and stderr, of C libraries too, to `log_file`, and crashes' stacks with them."""
+    descriptor = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+    # New objects: Ray's own ones write to Ray's log files.
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    faulthandler.enable()

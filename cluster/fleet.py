@@ -1,0 +1,189 @@
+"""Which workers there should be, and what to do when one is not: a quiet core, told events and times.
+
+One place for each wanted worker; a place holds at most one life at a time (core.membership.LIFE_NEXT), so there are
+never more workers than wanted. A dead worker is replaced at once; one that dies again before it was READY for
+`stable_after_s` waits, twice as long each time, up to a bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from random import Random
+from typing import Final, assert_never
+
+from core.membership import Life, Role, WorkerRef, next_life
+
+INCARNATION_BITS: Final = 64
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStarted:
+    """The worker's process is up, its weights loaded, its server listening."""
+
+    ref: WorkerRef
+
+
+@dataclass(frozen=True, slots=True)
+class StartFailed:
+    """The worker said that it cannot start, or did not in time."""
+
+    ref: WorkerRef
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerDied:
+    """The worker's process is gone, or hung."""
+
+    ref: WorkerRef
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Wake:
+    """A time asked for by WakeAt has come; also the first event of all."""
+
+
+@dataclass(frozen=True, slots=True)
+class StopAsked:
+    """Let all workers end, replace none."""
+
+
+@dataclass(frozen=True, slots=True)
+class StartWorker:
+    """Start this life of a worker."""
+
+    ref: WorkerRef
+    role: Role
+
+
+@dataclass(frozen=True, slots=True)
+class DrainWorker:
+    """Let the worker finish what it has, then end it; its end comes back as WorkerDied."""
+
+    ref: WorkerRef
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetWorker:
+    """Make sure that this life is over: kill what is left of it."""
+
+    ref: WorkerRef
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class WakeAt:
+    """Send Wake at this time."""
+
+    at_s: float
+
+
+Event = WorkerStarted | StartFailed | WorkerDied | Wake | StopAsked
+Effect = StartWorker | DrainWorker | ForgetWorker | WakeAt
+
+
+@dataclass(frozen=True, slots=True)
+class Backoff:
+    """How long the n-th quick death in a row delays the next start: 0, first, 2 first, 4 first, ... up to max."""
+
+    first_s: float = 0.5
+    max_s: float = 30.0
+    stable_after_s: float = 60.0
+
+    def delay_s(self, quick_deaths: int) -> float:
+        """Delay after `quick_deaths` earlier deaths in a row."""
+        # The exponent is bounded too: a float overflows after a thousand deaths.
+        return min(self.first_s * 2.0 ** min(quick_deaths - 1, 32), self.max_s) if quick_deaths else 0.0
+
+
+@dataclass(slots=True)
+class _Place:
+    worker_id: str
+    role: Role
+    ref: WorkerRef | None = None  # None exactly when life is GONE
+    life: Life = Life.GONE
+    due_s: float = float("-inf")  # not started again before
+    ready_since_s: float = 0.0
+    quick_deaths: int = 0
+
+
+class Fleet:
+    """The wanted set of workers."""
+
+    def __init__(self, wanted: Iterable[tuple[str, Role]], random: Random, backoff: Backoff | None = None) -> None:
+        self._places = {worker_id: _Place(worker_id, role) for worker_id, role in wanted}
+        self._random = random
+        self._backoff = backoff or Backoff()
+        self._stopping = False
+
+    @property
+    def lives(self) -> dict[str, Life]:
+        """Life of each place's present worker."""
+        return {place.worker_id: place.life for place in self._places.values()}
+
+    def step(self, event: Event, now: float) -> list[Effect]:
+        """What to do after `event`, which happened at `now` (monotonic seconds)."""
+        match event:
+            case Wake():
+                return self._start_due(now)
+            case WorkerStarted(ref):
+                return self._started(ref, now)
+            case StartFailed(ref, reason) | WorkerDied(ref, reason):
+                return self._ended(ref, reason, now)
+            case StopAsked():
+                return self._stop()
+            case _:
+                assert_never(event)
+
+    def _start_due(self, now: float) -> list[Effect]:
+        due = [place for place in self._places.values() if place.ref is None and place.due_s <= now]
+        return [] if self._stopping else [self._start(place) for place in due]
+
+    def _start(self, place: _Place) -> StartWorker:
+        place.ref = WorkerRef(place.worker_id, f"{self._random.getrandbits(INCARNATION_BITS):016x}")
+        place.life = Life.STARTING
+        return StartWorker(place.ref, place.role)
+
+    def _started(self, ref: WorkerRef, now: float) -> list[Effect]:
+        place = self._place_of(ref)
+        if place is None:
+            return []
+        place.life = next_life(ref.worker_id, place.life, Life.READY)
+        place.ready_since_s = now
+        return []
+
+    def _ended(self, ref: WorkerRef, reason: str, now: float) -> list[Effect]:
+        place = self._place_of(ref)
+        if place is None:
+            return []
+        if place.life is Life.READY and now - place.ready_since_s >= self._backoff.stable_after_s:
+            place.quick_deaths = 0
+        place.life = next_life(ref.worker_id, place.life, Life.GONE)
+        place.ref = None
+        place.due_s = now + self._backoff.delay_s(place.quick_deaths)
+        place.quick_deaths += 1
+        effects: list[Effect] = [ForgetWorker(ref, reason)]
+        if not self._stopping:
+            effects.append(self._start(place) if place.due_s <= now else WakeAt(place.due_s))
+        return effects
+
+    def _stop(self) -> list[Effect]:
+        self._stopping = True
+        effects: list[Effect] = []
+        for place in self._places.values():
+            if place.ref is None or place.life is Life.DRAINING:
+                continue
+            if place.life is Life.READY:
+                place.life = next_life(place.worker_id, place.life, Life.DRAINING)
+                effects.append(DrainWorker(place.ref))
+            else:
+                effects.append(ForgetWorker(place.ref, "stopped while starting"))
+                place.life, place.ref = next_life(place.worker_id, place.life, Life.GONE), None
+        return effects
+
+    def _place_of(self, ref: WorkerRef) -> _Place | None:
+        """The place whose present life `ref` is; None for news of a life that is over."""
+        place = self._places.get(ref.worker_id)
+        return place if place is not None and place.ref == ref else None

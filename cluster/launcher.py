@@ -1,0 +1,215 @@
+"""One cluster on this machine, from nothing to nothing.
+
+1. Valkey (unless a Redis is given) and Ray start side by side.
+2. The router and all workers start side by side, each in a process of its own; the workers announce themselves.
+3. The router sees every worker, and every prefill worker is connected to every decode worker.
+4. `after_start` (the self check) runs; then we serve, and replace what dies, until a stop is asked for.
+5. Drain, end workers, router, Ray, Valkey; no process below us is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass, replace
+from pathlib import Path
+from random import SystemRandom
+from typing import Any, Final
+
+from cluster import processes
+from cluster.actors import RouterActor, WorkerActor
+from cluster.config import ClusterConfig, WorkerConfig, worker_config
+from cluster.controller import Controller
+from cluster.fleet import Event, Fleet, StartFailed, StartWorker, WorkerDied, WorkerStarted
+from cluster.progress import Progress
+from cluster.ray_runtime import Actor, RayRuntime
+from cluster.router_keeper import RouterKeeper
+from cluster.status_client import RouterUnreachable, fetch_status, missing
+from cluster.valkey import EmbeddedValkey
+from core.errors import TandemError
+
+RAY_START_TIMEOUT_S: Final = 60.0
+RAY_STOP_TIMEOUT_S: Final = 15.0
+CONNECT_TIMEOUT_S: Final = 30.0
+EXIT_TIMEOUT_S: Final = 5.0
+POLL_S: Final = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Hosts:
+    """Import paths of what runs inside the actor processes."""
+
+    worker: str = "cluster.worker_host:WorkerHost"
+    router: str = "cluster.router_host:RouterHost"
+
+
+class StartupFailed(TandemError):
+    """The cluster did not come up."""
+
+
+class Launcher:
+    """Make one per run, in the event loop of the main thread; ports must be resolved (cluster.preflight)."""
+
+    def __init__(self, config: ClusterConfig, run_folder: Path, progress: Progress, hosts: Hosts | None = None) -> None:
+        self._config = config
+        self._logs = run_folder / "logs"
+        self._progress = progress
+        self._hosts = hosts or Hosts()
+        self._ray = RayRuntime(num_actors=len(config.roles) + 1)
+        self._valkey: EmbeddedValkey | None = None
+        fleet = Fleet(config.roles, SystemRandom())
+        self._controller = Controller(fleet, self._spawn_worker, config, self._heard)
+        self._router = RouterKeeper(self._spawn_router, config.start_timeout_s, progress.say)
+        self._started = asyncio.Event()
+        self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._background: list[asyncio.Task[None]] = []
+        self._stopping = False
+
+    async def run(self, stop: asyncio.Event, after_start: Callable[[], Awaitable[None]]) -> None:
+        """Everything, until `stop` is set. Raises: TandemError, once all is down again."""
+        processes.adopt_orphans()
+        try:
+            if await self._unless_stopped(stop, self._bring_up()):
+                await self._unless_stopped(stop, self._serve(after_start))
+        finally:
+            await self._shut_down()
+
+    async def _unless_stopped(self, stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
+        """True when `work` is done; False when a stop came first. A failed worker or router ends it by its error."""
+        working, stopping = asyncio.create_task(work), asyncio.create_task(stop.wait())
+        try:
+            waited: set[asyncio.Future[Any]] = {working, stopping, self._failed}
+            await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+            if self._failed.done():
+                self._failed.result()
+            if not working.done():
+                return False
+            working.result()
+            return True
+        finally:
+            working.cancel()
+            stopping.cancel()
+            await asyncio.gather(working, stopping, return_exceptions=True)
+
+    async def _bring_up(self) -> None:
+        async with self._progress.step("starting Ray" + ("" if self._config.redis_url else " and Valkey")):
+            await asyncio.gather(self._ray.start(RAY_START_TIMEOUT_S), self._start_valkey())
+        names = ", ".join(worker_id for worker_id, _ in self._config.roles)
+        async with self._progress.step(f"starting the router, loading weights into {names}"):
+            self._keep(self._router.run())
+            self._keep(self._controller.run())
+            await asyncio.gather(self._router.started.wait(), self._started.wait())
+        async with self._progress.step("connecting workers"):
+            await self._connected()
+
+    async def _serve(self, after_start: Callable[[], Awaitable[None]]) -> None:
+        await after_start()
+        await asyncio.Event().wait()
+
+    async def _start_valkey(self) -> None:
+        if self._config.redis_url is None:
+            self._valkey = await EmbeddedValkey.start(self._logs / "valkey.log")
+            self._config = replace(self._config, redis_url=self._valkey.url)
+
+    async def _connected(self) -> None:
+        """Wait until the router sees every worker and every pair."""
+        lack = "the router does not answer"
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                while lack:
+                    try:
+                        lack = missing(
+                            await fetch_status(f"{self._config.grpc_host}:{self._config.grpc_port}"), self._config
+                        )
+                    except RouterUnreachable as error:
+                        lack = str(error)
+                    await asyncio.sleep(POLL_S if lack else 0.0)
+        except TimeoutError:
+            raise StartupFailed(f"after {CONNECT_TIMEOUT_S:.0f} s: {lack}; logs are in {self._logs}") from None
+
+    def _keep(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run `work` for as long as the cluster runs; its end is ours."""
+        task = asyncio.create_task(work)
+        self._background.append(task)
+        task.add_done_callback(self._background_ended)
+
+    def _background_ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        if not self._failed.done():
+            self._failed.set_exception(error)
+
+    def _heard(self, event: Event) -> None:
+        """Tell the user; a worker that cannot start is an end only while the cluster comes up."""
+        match event:
+            case _ if self._stopping:
+                return
+            case WorkerStarted(ref):
+                self._progress.say(f"{ref.worker_id} is ready")
+            case StartFailed(ref, reason) if not self._started.is_set():
+                self._fail(
+                    StartupFailed(f"{ref.worker_id} did not start: {reason}; its log is {self._log(ref.worker_id)}")
+                )
+            case StartFailed(ref, reason):
+                self._progress.say(f"{ref.worker_id} did not start ({reason}), trying again")
+            case WorkerDied(ref, reason):
+                self._progress.say(f"{ref.worker_id} is gone ({reason})")
+        if self._controller.all_ready:
+            self._started.set()
+
+    def _spawn_worker(self, order: StartWorker) -> tuple[Actor, WorkerConfig]:
+        ref = order.ref
+        # Named by its life: the name of a dying one is still taken.
+        actor = self._ray.create(WorkerActor, str(ref), self._hosts.worker, ref.worker_id, self._log(ref.worker_id))
+        config = self._config
+        return actor, worker_config(
+            config,
+            ref.worker_id,
+            ref.incarnation,
+            order.role,
+            router_address=f"{config.grpc_host}:{config.grpc_port}",
+            cpu_core=self._core_of(ref.worker_id),
+        )
+
+    def _spawn_router(self) -> tuple[Actor, ClusterConfig]:
+        name = f"router-{os.urandom(4).hex()}"
+        return self._ray.create(RouterActor, name, self._hosts.router, self._log("router")), self._config
+
+    def _core_of(self, worker_id: str) -> int | None:
+        """A core of its own, or None where there are fewer cores than workers."""
+        cores = sorted(os.sched_getaffinity(0))
+        if not self._config.pin_workers or len(cores) < len(self._config.roles):
+            return None
+        return cores[[name for name, _ in self._config.roles].index(worker_id)]
+
+    def _log(self, name: str) -> Path:
+        return self._logs / f"{name}.log"
+
+    async def _shut_down(self) -> None:
+        self._stopping = True
+        below = processes.descendants(os.getpid())
+        async with self._progress.step("stopping"):
+            if self._background:
+                router_task, controller_task = self._background
+                if not controller_task.done():
+                    await self._controller.stop()
+                router_task.cancel()
+                controller_task.cancel()
+                await asyncio.gather(router_task, controller_task, return_exceptions=True)
+                await self._router.stop()
+            await self._ray.stop(RAY_STOP_TIMEOUT_S)
+            if self._valkey is not None:
+                self._valkey.stop()
+            await self._leave_nothing(below)
+
+    async def _leave_nothing(self, below: set[processes.Process]) -> None:
+        """What outlives its orderly end is killed, and named."""
+        left = await processes.wait_gone(below | processes.descendants(os.getpid()), EXIT_TIMEOUT_S)
+        for process in left:
+            self._progress.say(f"killing {process.pid}, which did not end: {processes.command_of(process)[:100]}")
+            processes.kill(process)
+        still = await processes.wait_gone(left, EXIT_TIMEOUT_S)
+        self._progress.say(f"stopped, {len(still) or 'no'} process left")

@@ -1,0 +1,46 @@
+"""The `tandem` command: parses, runs one subcommand, turns errors into one line and an exit code."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import Final
+
+from cluster.commands import chat, model, status, up
+from core.errors import BadRequest, TandemError
+
+EXIT_FAILED: Final = 1
+EXIT_USAGE: Final = 2
+EXIT_INTERRUPTED: Final = 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run `tandem ARGUMENTS`; returns the exit code: 0, 1 (failed), 2 (wrong use), 130 (Ctrl-C)."""
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # gRPC's notes on forks and shutdown are not for users
+    parsed = _parser().parse_args(arguments)
+    try:
+        return int(parsed.run(parsed))
+    except BadRequest as error:
+        print(f"tandem: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    except TandemError as error:
+        print(f"tandem: {error}", file=sys.stderr)
+        return EXIT_FAILED
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="tandem", description="Serve a language model with prefill and decode on separate workers."
+    )
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    for command in (up, chat, status, model):
+        command.add_parser(commands)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,106 @@
+"""Keeps a warm KV path to every other worker: handshake, connect, reconnect, until the peer is dead."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Final
+
+import grpc
+from tandem.v1 import worker_pb2 as pb
+from tandem.v1 import worker_pb2_grpc as pb_grpc
+
+from core.errors import PeerRefused, TandemError
+from core.membership import WorkerInfo, WorkerRef
+from core.messages import PeerConnected
+from kv_transfer.driver import HandoffDriver
+from kv_transfer.transport import PoolDescription
+from kv_transfer.wire import pool_description_from_proto, pool_description_to_proto
+
+logger = logging.getLogger(__name__)
+
+HANDSHAKE_TIMEOUT_S: Final = 5.0
+FIRST_RETRY_S: Final = 0.1
+LAST_RETRY_S: Final = 5.0
+
+
+class Peers:
+    """on_connected hears of every new or renewed path; it goes to the routers."""
+
+    def __init__(
+        self, me: PoolDescription, driver: HandoffDriver, on_connected: Callable[[PeerConnected], None]
+    ) -> None:
+        self._me = me
+        self._driver = driver
+        self._on_connected = on_connected
+        self._infos: dict[WorkerRef, WorkerInfo] = {}
+        self._links: dict[WorkerRef, PeerConnected] = {}
+        self._tasks: dict[WorkerRef, asyncio.Task[None]] = {}
+        driver.on_peer_lost = self._lost
+
+    def is_connected(self, ref: WorkerRef) -> bool:
+        return ref in self._links
+
+    def joined(self, info: WorkerInfo) -> None:
+        """Connect to a worker, or say again that it is connected."""
+        self._infos[info.ref] = info
+        if info.ref in self._links:
+            self._on_connected(self._links[info.ref])
+        elif info.ref not in self._tasks:
+            self._start(info)
+
+    async def dead(self, ref: WorkerRef) -> None:
+        """The peer's process has ended."""
+        self._infos.pop(ref, None)
+        self._links.pop(ref, None)
+        task = self._tasks.pop(ref, None)
+        if task is not None:
+            task.cancel()
+        await self._driver.peer_dead(ref)
+
+    async def close(self) -> None:
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+
+    def _lost(self, ref: WorkerRef) -> None:
+        """The path broke; the peer may live, so try again."""
+        if self._links.pop(ref, None) is not None and ref in self._infos:
+            self._start(self._infos[ref])
+
+    def _start(self, info: WorkerInfo) -> None:
+        self._tasks[info.ref] = asyncio.get_running_loop().create_task(self._connect(info))
+
+    async def _connect(self, info: WorkerInfo) -> None:
+        retry_s = FIRST_RETRY_S
+        while True:
+            try:
+                link = await self._driver.connect(await self._handshake(info))
+                break
+            except PeerRefused as error:
+                logger.error("peer=%s state=refused reason=%r", info.ref, str(error))
+                return
+            except (TandemError, grpc.aio.AioRpcError) as error:
+                logger.warning("peer=%s state=unreachable reason=%r", info.ref, str(error))
+            await asyncio.sleep(retry_s)
+            retry_s = min(2 * retry_s, LAST_RETRY_S)
+        connected = PeerConnected(link.peer, link.lane, link.probe_gbps)
+        self._links[info.ref] = connected
+        self._tasks.pop(info.ref, None)
+        logger.info("peer=%s state=connected lane=%s gbps=%.2f", link.peer, link.lane, link.probe_gbps)
+        self._on_connected(connected)
+
+    async def _handshake(self, info: WorkerInfo) -> PoolDescription:
+        """Raises PeerRefused: the peer will not have us; its message names the field."""
+        async with grpc.aio.insecure_channel(info.address, options=(("grpc.enable_http_proxy", 0),)) as channel:
+            request = pb.HandshakeRequest(peer=pool_description_to_proto(self._me))
+            try:
+                response = await pb_grpc.WorkerServiceStub(channel).Handshake(request, timeout=HANDSHAKE_TIMEOUT_S)
+            except grpc.aio.AioRpcError as error:
+                if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
+                    raise PeerRefused("handshake", str(self._me.ref), error.details()) from error
+                raise
+        return pool_description_from_proto(response.peer)

@@ -1,0 +1,39 @@
+"""What is checked before anything is started: each refusal names the flag that helps."""
+
+from __future__ import annotations
+
+import errno
+import socket
+from dataclasses import replace
+from pathlib import Path
+
+from cluster.config import ClusterConfig
+from core.errors import BadRequest
+
+
+def resolve_ports(config: ClusterConfig) -> ClusterConfig:
+    """`config` with each port 0 replaced by a free one. Raises: BadRequest: a port cannot be listened on."""
+    http_port = _usable_port("--http-port", config.http_host, config.http_port)
+    grpc_port = _usable_port("--grpc-port", config.grpc_host, config.grpc_port)
+    return replace(config, http_port=http_port, grpc_port=grpc_port)
+
+
+def require_model(folder: Path) -> None:
+    """Raises: BadRequest: `folder` is not a model in Hugging Face form."""
+    for name in ("config.json", "tokenizer.json"):
+        if not (folder / name).is_file():
+            raise BadRequest("--model", f"{folder} is no model folder: it has no {name}")
+
+
+def _usable_port(flag: str, host: str, port: int) -> int:
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            # As servers do: a port whose last connections are still winding down is free.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, port))
+            probe.listen()
+            return int(probe.getsockname()[1])
+    except OSError as error:
+        what = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be listened on ({error.strerror or error})"
+        raise BadRequest(flag, f"port {port} on {host} {what}: choose another one with {flag}") from None

@@ -1,0 +1,67 @@
+"""Keeps the one router running: its process is replaced on the same ports when it dies."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+from cluster.controller import STOP_TIMEOUT_S, ActorFailures
+from cluster.fleet import Backoff
+from cluster.ray_runtime import Actor
+from core.errors import TandemError
+
+BACKOFF: Final = Backoff()
+
+SpawnRouter = Callable[[], tuple[Actor, Any]]  # a new process, and what to tell it
+
+
+class RouterFailed(TandemError):
+    """The router could not be started."""
+
+
+class RouterKeeper:
+    """`run` until cancelled; `started` is set once the router has been up."""
+
+    def __init__(self, spawn: SpawnRouter, start_timeout_s: float, say: Callable[[str], None]) -> None:
+        self._spawn = spawn
+        self._start_timeout_s = start_timeout_s
+        self._say = say
+        self._actor: Actor | None = None
+        self.started = asyncio.Event()
+
+    async def run(self) -> None:
+        """Start the router and keep it. Raises: the actor's error, when the very first start fails."""
+        quick_deaths = 0
+        while True:
+            born_s = time.monotonic()
+            reason = await self._live()
+            if time.monotonic() - born_s >= BACKOFF.stable_after_s:
+                quick_deaths = 0
+            self._say(f"router died ({reason}), replacing it")
+            await asyncio.sleep(BACKOFF.delay_s(quick_deaths))
+            quick_deaths += 1
+
+    async def stop(self) -> None:
+        """Close the fronts and end the process; call it after `run` was cancelled."""
+        if self._actor is None:
+            return
+        with contextlib.suppress(*ActorFailures):
+            await self._actor.call("stop", timeout_s=STOP_TIMEOUT_S)
+        self._actor.kill()
+
+    async def _live(self) -> str:
+        """One life; returns why it ended."""
+        self._actor, config = self._spawn()
+        try:
+            await self._actor.call("start", config, timeout_s=self._start_timeout_s)
+            self.started.set()
+            await self._actor.call("watch", timeout_s=None)
+        except ActorFailures as error:
+            self._actor.kill()
+            if not self.started.is_set():
+                raise RouterFailed(f"the router did not start: {error}") from error
+            return str(error) or type(error).__name__
+        return "its watch ended"

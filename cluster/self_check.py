@@ -1,0 +1,175 @@
+"""What `tandem up` does before it says that it works: the same prompts, prefilled on the prefill worker and on the
+decode worker, must give the same tokens; the KV must really have moved; and no block may stay behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from dataclasses import dataclass
+from typing import Any, Final
+
+import aiohttp
+
+from cluster.status_client import fetch_status
+from core.errors import TandemError
+
+MAX_TOKENS: Final = 32
+REQUEST_TIMEOUT_S: Final = 120.0
+SETTLE_TIMEOUT_S: Final = 15.0  # longer than a hand-off lease: what is then held is lost
+POLL_S: Final = 0.05
+REPORT_PERIOD_S: Final = 1.1  # an idle worker reports its load once a second: a zero must outlive an old report
+
+_LONG: Final = "".join(f"{number}. Prefill computes a prompt; decode continues it.\n" for number in range(1, 41))
+PROMPTS: Final = ("The capital of France is", "def fibonacci(n):\n    ", _LONG)  # the last one: about 600 tokens
+
+
+class CheckFailed(TandemError):
+    """The cluster runs, and does not do what it must."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One completion, as far as the check reads it."""
+
+    token_ids: tuple[int, ...]
+    kv_blocks_moved: int
+    kv_bytes_moved: int
+
+
+@dataclass(frozen=True, slots=True)
+class Parity:
+    """What the check found."""
+
+    equal_tokens: int
+    total_tokens: int
+    kv_blocks: int
+    kv_bytes: int
+    block_bytes: int
+    transport: str
+    orphaned_blocks: int
+
+    @property
+    def line(self) -> str:
+        """The line to print; its first words are true only when `fault` is empty."""
+        sign = "==" if self.equal_tokens == self.total_tokens else "!="
+        return (
+            f"parity: aggregated {sign} disaggregated ({self.equal_tokens}/{self.total_tokens} tokens), "
+            f"KV moved {self.kv_bytes / 2**20:.1f} MiB by NIXL/{self.transport}, "
+            f"{self.orphaned_blocks} orphaned blocks"
+        )
+
+    @property
+    def fault(self) -> str:
+        """What is wrong, or empty."""
+        if not 0 < self.total_tokens == self.equal_tokens:
+            return "the tokens differ"
+        if self.kv_bytes <= 0:
+            return "no KV moved"
+        if self.kv_bytes != self.kv_blocks * self.block_bytes:
+            return f"{self.kv_blocks} blocks of {self.block_bytes} bytes moved, but {self.kv_bytes} bytes were counted"
+        return "blocks stayed behind" if self.orphaned_blocks else ""
+
+
+async def check_parity(http_url: str, grpc_address: str, model: str) -> Parity:
+    """Run the check. Raises: CheckFailed, its message starting with the parity line where it came so far."""
+    async with _session() as session:
+        local = await asyncio.gather(*(complete(session, http_url, model, text, "local") for text in PROMPTS))
+        remote = await asyncio.gather(*(complete(session, http_url, model, text, "remote") for text in PROMPTS))
+    orphaned_blocks = await settled_blocks(grpc_address)
+    status = await fetch_status(grpc_address)
+    pairs = [pair for one, other in zip(local, remote, strict=True) for pair in _side_by_side(one, other)]
+    parity = Parity(
+        equal_tokens=sum(one == other for one, other in pairs),
+        total_tokens=len(pairs),
+        kv_blocks=sum(answer.kv_blocks_moved for answer in remote),
+        kv_bytes=sum(answer.kv_bytes_moved for answer in remote),
+        block_bytes=next(item.worker.block_bytes for item in status.workers),
+        transport=transport_of(status),
+        orphaned_blocks=orphaned_blocks,
+    )
+    if parity.fault:
+        raise CheckFailed(f"{parity.line}: {parity.fault}")
+    return parity
+
+
+async def check_request(http_url: str, model: str, max_tokens: int = MAX_TOKENS) -> Answer:
+    """One request by the router's own choice. Raises: CheckFailed."""
+    async with _session() as session:
+        answer = await complete(session, http_url, model, PROMPTS[0], "auto", max_tokens)
+    if not answer.token_ids:
+        raise CheckFailed("a request gave no tokens")
+    return answer
+
+
+async def complete(
+    session: aiohttp.ClientSession, http_url: str, model: str, prompt: str, prefill: str, max_tokens: int = MAX_TOKENS
+) -> Answer:
+    """One greedy completion. Its own salt keeps every prefix cache out of it."""
+    body = {
+        "model": model,
+        "prompt": prompt,
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        "cache_salt": secrets.token_hex(8),
+        "tandem": {"prefill": prefill},
+    }
+    try:
+        async with session.post(f"{http_url}/v1/completions", json=body) as response:
+            if response.status != 200:
+                raise CheckFailed(f"{prefill} prefill: HTTP {response.status}: {(await response.text())[:500]}")
+            reply = await response.json()
+    except (aiohttp.ClientError, TimeoutError) as error:
+        raise CheckFailed(f"{prefill} prefill: {type(error).__name__}: {error}") from error
+    return _read_answer(reply)
+
+
+async def settled_blocks(grpc_address: str) -> int:
+    """Blocks that workers still hold or keep in quarantine once nothing runs: 0 unless some were lost."""
+    deadline_s = time.monotonic() + SETTLE_TIMEOUT_S
+    zero_since_s: float | None = None
+    while True:
+        status = await fetch_status(grpc_address)
+        held: int = sum(item.load.used_blocks + item.load.quarantined_blocks for item in status.workers)
+        now_s = time.monotonic()
+        if held or status.open_requests:
+            zero_since_s = None
+        elif zero_since_s is None:
+            zero_since_s = now_s
+        elif now_s - zero_since_s > REPORT_PERIOD_S:
+            return 0
+        if now_s > deadline_s:
+            return held
+        await asyncio.sleep(POLL_S)
+
+
+def transport_of(status: Any) -> str:
+    """The lane that the prefill workers' probes found: "cma", "tcp"; several if they differ."""
+    lanes = {peer.transport for item in status.workers for peer in item.peers}
+    return "+".join(sorted(lanes)) or "unknown"
+
+
+def _session() -> aiohttp.ClientSession:
+    return aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S))
+
+
+def _read_answer(reply: dict[str, Any]) -> Answer:
+    try:
+        moved = reply["usage"].get("tandem", {})
+        return Answer(
+            token_ids=tuple(reply["choices"][0]["token_ids"]),
+            kv_blocks_moved=int(moved.get("kv_blocks_moved", 0)),
+            kv_bytes_moved=int(moved.get("kv_bytes_moved", 0)),
+        )
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise CheckFailed(f"the reply lacks {error}: {str(reply)[:500]}") from error
+
+
+def _side_by_side(one: Answer, other: Answer) -> list[tuple[int | None, int | None]]:
+    """Tokens by position; a missing one counts as different."""
+    length = max(len(one.token_ids), len(other.token_ids))
+    padded = [[*answer.token_ids, *[None] * (length - len(answer.token_ids))] for answer in (one, other)]
+    return list(zip(*padded, strict=True))

@@ -1,0 +1,49 @@
+"""Asks the router what it sees."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+from tandem.v1 import worker_pb2, worker_pb2_grpc
+
+from cluster.config import ClusterConfig
+from core.errors import TandemError
+from core.membership import Life, Role
+
+# A proxy named in the environment must not get calls to our own loopback.
+CHANNEL_OPTIONS = (("grpc.enable_http_proxy", 0),)
+
+
+class RouterUnreachable(TandemError):
+    """Nobody answers at the router's gRPC address."""
+
+
+async def fetch_status(address: str, timeout_s: float = 5.0) -> Any:
+    """A tandem.v1.GetStatusResponse. Raises: RouterUnreachable."""
+    async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
+        try:
+            stub = worker_pb2_grpc.RouterServiceStub(channel)  # type: ignore[no-untyped-call]
+            return await stub.GetStatus(worker_pb2.GetStatusRequest(), timeout=timeout_s)
+        except grpc.aio.AioRpcError as error:
+            raise RouterUnreachable(f"router at {address}: {error.code().name}: {error.details()}") from None
+
+
+def missing(status: Any, config: ClusterConfig) -> str:
+    """What a full cluster still lacks in the router's view; empty when nothing."""
+    ready = {item.worker.ref.worker_id: item for item in status.workers if item.life == Life.READY}
+    absent = [worker_id for worker_id, _ in config.roles if worker_id not in ready]
+    if absent:
+        return f"{', '.join(absent)} not registered"
+    by_role = {role: [name for name, its in config.roles if its is role] for role in Role}
+    unconnected = [
+        f"{prefill}-{decode}"
+        for prefill in by_role[Role.PREFILL]
+        for decode in by_role[Role.DECODE]
+        if decode not in _peers(ready[prefill]) and prefill not in _peers(ready[decode])
+    ]
+    return f"{', '.join(unconnected)} not connected" if unconnected else ""
+
+
+def _peers(item: Any) -> set[str]:
+    return {peer.peer.worker_id for peer in item.peers}

@@ -1,0 +1,64 @@
+"""A worker's model, KV pool and scheduler, built from its configuration. Slow: call it in a thread."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from cluster.config import WorkerConfig
+from core.identity import SCHEMA_REVISION, CacheIdentity
+from core.request import GenerateRequest
+from engine.block_pool import BlockPool
+from engine.digest import tokenizer_digest, weights_digest
+from engine.runner import ModelRunner
+from engine.scheduler import Scheduler, SchedulerConfig
+from engine.sequence import ModelLimits, StopWatch
+from engine.stop_watch import TextStopWatch
+from engine.tokenizer import Tokenizer
+from engine.torch_runner import TorchModelRunner
+
+logger = logging.getLogger(__name__)
+
+KV_LAYOUT = "block,layer,key-value,head,token,dim"
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """What every role of a worker stands on."""
+
+    runner: ModelRunner
+    pool: BlockPool
+    scheduler: Scheduler
+    identity: CacheIdentity
+    block_bytes: int
+
+
+def build_engine(config: WorkerConfig) -> Engine:
+    """Load weights and tokenizer. Raises BadModel or BadRequest naming what cannot be served."""
+    folder = config.model_folder
+    tokenizer = Tokenizer.load(folder)
+    runner = TorchModelRunner.load(
+        folder, config.dtype, config.num_blocks, config.block_size, progress=lambda line: logger.info("%s", line)
+    )
+    geometry = runner.geometry
+    identity = CacheIdentity(
+        schema_revision=SCHEMA_REVISION,
+        weights_digest=weights_digest(folder),
+        tokenizer_digest=tokenizer_digest(folder),
+        kv_dtype=config.dtype,
+        kv_layout=KV_LAYOUT,
+        block_size=geometry.block_size,
+        num_layers=geometry.num_layers,
+        num_kv_heads=geometry.num_kv_heads,
+        head_dim=geometry.head_dim,
+        tensor_parallel_size=1,
+        numeric_class=runner.numeric_class,
+    )
+
+    def watch(request: GenerateRequest) -> StopWatch:
+        return TextStopWatch(request.stop, tokenizer.decoder())
+
+    pool = BlockPool(config.num_blocks)
+    limits = ModelLimits(config.block_size, runner.max_context_tokens, tuple(tokenizer.eos_token_ids))
+    scheduler = Scheduler(SchedulerConfig(token_budget=config.token_budget), pool, limits, identity.digest(), watch)
+    return Engine(runner, pool, scheduler, identity, geometry.block_bytes)

@@ -1,0 +1,282 @@
+"""One worker process: model, KV pool, transport, role, and the gRPC server that routers and peers call.
+
+1. Load weights; the KV pool is zeroed and registered with the transport.
+2. Listen; announce to the router once a second, which dials back and introduces the other workers.
+3. Serve: commands come in over the routers' streams, steps run, tokens go out, KV moves.
+4. Drain: take nothing new, let what runs end. Stop: close everything.
+A state that must not exist ends the process: its keeper starts a new incarnation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Coroutine
+from typing import Final
+
+import grpc
+from prometheus_client import CollectorRegistry, start_http_server
+from tandem.v1 import worker_pb2 as pb
+from tandem.v1 import worker_pb2_grpc as pb_grpc
+
+from cluster.config import WorkerConfig
+from cluster.peers import Peers
+from cluster.router_streams import RouterStream, RouterStreams
+from cluster.worker_engine import Engine, build_engine
+from cluster.worker_service import WorkerServicer
+from core.membership import Role, WorkerInfo, WorkerRef
+from core.messages import (
+    CancelRequest,
+    Command,
+    PeerDead,
+    PeerJoined,
+    Refused,
+    RefuseReason,
+    ReserveBlocks,
+    StartGeneration,
+    StartPrefill,
+)
+from decode_worker.service import DecodeService
+from decode_worker.session import DecodeConfig, DecodeSession
+from engine.loop import EngineLoop
+from engine.scheduler import Progress
+from kv_transfer.driver import HandoffDriver
+from kv_transfer.effects import LeaseConfig
+from kv_transfer.nixl import NixlTransport
+from kv_transfer.pool import MemoryPool
+from kv_transfer.prefix_index import NoPrefixIndex, PrefixIndex, RedisPrefixIndex
+from kv_transfer.session import HandoffSessions
+from kv_transfer.stream_codec import encode_info, encode_load
+from prefill_worker.service import PrefillService
+from prefill_worker.session import PrefillConfig, PrefillSession
+from telemetry.metrics import WorkerMetrics
+
+logger = logging.getLogger(__name__)
+
+ANNOUNCE_INTERVAL_S: Final = 1.0
+ANNOUNCE_TIMEOUT_S: Final = 2.0
+TICK_INTERVAL_S: Final = 0.1
+INDEX_TTL_S: Final = 300.0
+MAX_MESSAGE_BYTES: Final = 64 << 20
+EXIT_INVARIANT_BROKEN: Final = 70
+EXIT_GIVEN_UP: Final = 71
+
+
+class WorkerHost:
+    """Started once, stopped once; every method in the process's one event loop."""
+
+    async def start(self, config: WorkerConfig) -> WorkerInfo:
+        """Raises BadModel or BadRequest: the configuration cannot be served."""
+        self._config = config
+        self._draining = False
+        self._ref = WorkerRef(config.worker_id, config.incarnation)
+        self._engine: Engine = await asyncio.to_thread(build_engine, config)
+        self._build_transfer()
+        self._build_role()
+        self._loop = EngineLoop(self._engine.scheduler, self._engine.runner, self._stepped)
+        self._registry = CollectorRegistry()
+        self._metrics = WorkerMetrics(self._registry)
+        await self._listen()
+        self._background: set[asyncio.Task[None]] = set()
+        self._supervise(self._loop.start())
+        for work in (self._announce_forever(), self._tick_forever(), self._refresh_index_forever()):
+            self._spawn(work)
+        return self._info
+
+    async def drain(self, timeout_s: float) -> None:
+        """Refuse what is new; return when nothing is left of what was taken, or after `timeout_s`."""
+        self._draining = True
+        deadline_s = time.monotonic() + timeout_s
+        while not self._idle() and time.monotonic() < deadline_s:  # noqa: ASYNC110 - many conditions, one look
+            await asyncio.sleep(TICK_INTERVAL_S)
+
+    async def stop(self) -> None:
+        """Close servers, engine and transport. What still runs ends with an error at its router."""
+        for task in self._background:
+            task.cancel()
+        await self._peers.close()
+        await self._server.stop(grace=0.2)
+        await self._loop.stop()
+        await self._driver.close(timeout_s=2.0)
+        await self._index.close()
+        self._metrics_server.shutdown()
+
+    # --- construction -------------------------------------------------------------------------------------------
+
+    def _build_transfer(self) -> None:
+        engine = self._engine
+        lease = LeaseConfig(lease_s=self._config.lease_s, landed_timeout_s=self._config.lease_s)
+        self._handoffs = HandoffSessions(self._ref, engine.pool, lease, engine.pool.match)
+        memory = MemoryPool(engine.runner.kv_pool.data_ptr(), engine.pool.num_blocks, engine.block_bytes)
+        self._transport = NixlTransport(self._ref, engine.identity, memory)
+        self._driver = HandoffDriver(self._transport, self._handoffs, time.monotonic, self._handoff_ended)
+        self._streams = RouterStreams()
+        self._peers = Peers(self._transport.describe(), self._driver, self._streams.send)
+        url = self._config.redis_url
+        digest = engine.identity.digest()
+        self._index: PrefixIndex = RedisPrefixIndex(url, self._ref, digest, INDEX_TTL_S) if url else NoPrefixIndex()
+
+    def _build_role(self) -> None:
+        engine, send = self._engine, self._streams.send
+        self._role: PrefillService | DecodeService
+        if self._config.role is Role.PREFILL:
+            min_fetch_blocks = PrefillConfig.min_fetch_blocks if self._config.redis_url else 0
+            prefill_config = PrefillConfig(min_fetch_blocks=min_fetch_blocks, block_bytes=engine.block_bytes)
+            prefill = PrefillSession(prefill_config, engine.scheduler, self._handoffs)
+            self._role = PrefillService(
+                prefill, self._driver, self._index, self._peers.is_connected, send, self._wake, time.monotonic
+            )
+        else:
+            decode = DecodeSession(DecodeConfig(block_bytes=engine.block_bytes), engine.scheduler, self._handoffs)
+            self._role = DecodeService(decode, self._driver, send, self._wake, time.monotonic)
+
+    async def _listen(self) -> None:
+        options = (
+            ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+            ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+            ("grpc.keepalive_permit_without_calls", 1),
+            ("grpc.http2.max_ping_strikes", 0),
+            ("grpc.so_reuseport", 0),
+        )
+        self._server = grpc.aio.server(options=options)
+        servicer = WorkerServicer(
+            self._ref,
+            self._transport.describe(),
+            self._streams,
+            on_open=self._say_load,
+            on_command=self._command,
+            on_closed=self._router_closed,
+        )
+        pb_grpc.add_WorkerServiceServicer_to_server(servicer, self._server)
+        port = self._server.add_insecure_port(f"{self._config.host}:0")
+        await self._server.start()
+        self._metrics_server, _thread = start_http_server(0, self._config.host, self._registry)
+        engine = self._engine
+        self._info = WorkerInfo(
+            ref=self._ref,
+            role=self._config.role,
+            address=f"{self._config.host}:{port}",
+            identity_digest=engine.identity.digest(),
+            block_size=self._config.block_size,
+            block_bytes=engine.block_bytes,
+            num_blocks=engine.pool.num_blocks,
+            max_context_tokens=engine.runner.max_context_tokens,
+            metrics_address=f"{self._config.host}:{self._metrics_server.server_port}",
+        )
+
+    # --- what happens -------------------------------------------------------------------------------------------
+
+    async def _command(self, stream: RouterStream, command: Command) -> None:
+        match command:
+            case PeerJoined(worker):
+                self._peers.joined(worker)
+            case PeerDead(worker):
+                self._spawn(self._peers.dead(worker))
+            case CancelRequest(request_id):
+                self._role.command(command)
+                self._streams.disown(request_id)
+            case StartGeneration(request) | ReserveBlocks(request) | StartPrefill(request):
+                self._streams.own(stream, request.request_id)
+                if self._draining:
+                    self._streams.send(Refused(request.request_id, RefuseReason.DRAINING))
+                else:
+                    self._role.command(command)
+
+    def _router_closed(self, request_ids: list[str]) -> None:
+        for request_id in request_ids:
+            self._role.command(CancelRequest(request_id))
+
+    def _stepped(self, progress: list[Progress]) -> None:
+        deltas = self._role.stepped(progress)
+        self._streams.step(deltas, self._engine.scheduler.load())
+        self._publish()
+
+    def _handoff_ended(self, outcome: object) -> None:
+        self._role.handoff_ended(outcome)
+
+    def _wake(self) -> None:
+        self._loop.wake()
+
+    def _say_load(self) -> None:
+        self._streams.step((), self._engine.scheduler.load())
+
+    def _publish(self) -> None:
+        """Tell the shared index what became findable here and what ceased to be."""
+        changes = self._engine.pool.take_changes()
+        if changes.stored:
+            self._spawn(self._index.announce(changes.stored))
+        if changes.evicted:
+            self._spawn(self._index.withdraw(changes.evicted))
+
+    def _idle(self) -> bool:
+        load = self._engine.scheduler.load()
+        return not (load.running_requests or load.waiting_requests or len(self._role) or len(self._handoffs))
+
+    # --- time -----------------------------------------------------------------------------------------------------
+
+    async def _tick_forever(self) -> None:
+        load_at_s = 0.0
+        while True:
+            await asyncio.sleep(TICK_INTERVAL_S)
+            self._driver.tick()
+            self._role.tick()
+            self._publish()
+            self._measure()
+            if time.monotonic() >= load_at_s:
+                load_at_s = time.monotonic() + ANNOUNCE_INTERVAL_S
+                self._say_load()
+
+    async def _announce_forever(self) -> None:
+        """FAILED_PRECONDITION: the router gave this incarnation up; nothing it does can be used any more."""
+        async with grpc.aio.insecure_channel(
+            self._config.router_address, options=(("grpc.enable_http_proxy", 0),)
+        ) as channel:
+            stub = pb_grpc.RouterServiceStub(channel)
+            while True:
+                load = encode_load(self._engine.scheduler.load())
+                request = pb.AnnounceRequest(worker=encode_info(self._info), load=load, draining=self._draining)
+                try:
+                    await stub.Announce(request, timeout=ANNOUNCE_TIMEOUT_S)
+                except grpc.aio.AioRpcError as error:
+                    if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
+                        self._die(EXIT_GIVEN_UP, f"the router gave us up: {error.details()}")
+                    logger.warning("router=%s state=unreachable", self._config.router_address)
+                await asyncio.sleep(ANNOUNCE_INTERVAL_S)
+
+    async def _refresh_index_forever(self) -> None:
+        """Entries in the shared index end by themselves unless they are said again."""
+        while True:
+            await asyncio.sleep(INDEX_TTL_S / 3)
+            await self._index.announce(self._engine.pool.cached_hashes())
+
+    def _measure(self) -> None:
+        load = self._engine.scheduler.load()
+        self._metrics.set_blocks(load.free_blocks, load.used_blocks, load.quarantined_blocks)
+        self._metrics.running_requests.set(load.running_requests)
+        self._metrics.waiting_requests.set(load.waiting_requests)
+        self._metrics.open_handoffs.set(len(self._handoffs))
+
+    # --- tasks ----------------------------------------------------------------------------------------------------
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+        self._supervise(task)
+
+    def _supervise(self, task: asyncio.Task[None]) -> None:
+        """No background task may die silently: an unexpected error is a bug, and ends the process."""
+
+        def check(done: asyncio.Task[None]) -> None:
+            if not done.cancelled() and (error := done.exception()) is not None:
+                logger.critical("worker_id=%s state=broken", self._ref, exc_info=error)
+                self._die(EXIT_INVARIANT_BROKEN, str(error))
+
+        task.add_done_callback(check)
+
+    def _die(self, exit_code: int, reason: str) -> None:
+        logger.critical("worker_id=%s state=gone exit_code=%d reason=%r", self._ref, exit_code, reason)
+        logging.shutdown()
+        os._exit(exit_code)

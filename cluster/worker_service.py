@@ -1,0 +1,82 @@
+"""tandem.v1.WorkerService: routers' streams and peers' handshakes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import grpc
+from tandem.v1 import worker_pb2 as pb
+from tandem.v1 import worker_pb2_grpc as pb_grpc
+
+from cluster.router_streams import RouterStream, RouterStreams
+from core.errors import BadRequest, PeerRefused
+from core.membership import WorkerRef
+from core.messages import Command
+from kv_transfer.pool import require_compatible
+from kv_transfer.stream_codec import decode_command, decode_ref, encode_answer
+from kv_transfer.transport import PoolDescription
+from kv_transfer.wire import pool_description_from_proto, pool_description_to_proto
+
+logger = logging.getLogger(__name__)
+
+CommandHandler = Callable[[RouterStream, Command], Awaitable[None]]
+
+
+class WorkerServicer(pb_grpc.WorkerServiceServicer):
+    """on_command: one command of a router. on_closed: a router's stream is over; its requests have no owner."""
+
+    def __init__(
+        self,
+        ref: WorkerRef,
+        description: PoolDescription,
+        streams: RouterStreams,
+        on_open: Callable[[], None],
+        on_command: CommandHandler,
+        on_closed: Callable[[list[str]], None],
+    ) -> None:
+        self._ref = ref
+        self._description = description
+        self._streams = streams
+        self._on_open = on_open
+        self._on_command = on_command
+        self._on_closed = on_closed
+
+    async def Connect(
+        self, requests: AsyncIterator[pb.ConnectRequest], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.ConnectResponse]:
+        """Refused with FAILED_PRECONDITION when the first message is no hello to this very incarnation."""
+        hello = await anext(aiter(requests), None)
+        if hello is None or not hello.HasField("hello") or decode_ref(hello.hello.worker) != self._ref:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"hello.worker: this is {self._ref}")
+            return
+        stream = self._streams.open(hello.hello.router_id)
+        logger.info("router_id=%s state=connected", stream.router_id)
+        reader = asyncio.get_running_loop().create_task(self._read(stream, requests, context))
+        try:
+            self._on_open()
+            while True:
+                yield encode_answer(await stream.outbox.get())
+        finally:
+            reader.cancel()
+            logger.info("router_id=%s state=disconnected", stream.router_id)
+            self._on_closed(self._streams.close(stream))
+
+    async def Handshake(self, request: pb.HandshakeRequest, context: grpc.aio.ServicerContext) -> pb.HandshakeResponse:
+        """Compare before any byte moves; FAILED_PRECONDITION names the field that differs."""
+        try:
+            require_compatible(self._description, pool_description_from_proto(request.peer))
+        except PeerRefused as error:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        return pb.HandshakeResponse(peer=pool_description_to_proto(self._description))
+
+    async def _read(
+        self, stream: RouterStream, requests: AsyncIterator[pb.ConnectRequest], context: grpc.aio.ServicerContext
+    ) -> None:
+        try:
+            async for message in requests:
+                await self._on_command(stream, decode_command(message))
+        except BadRequest as error:
+            logger.error("router_id=%s error=%r", stream.router_id, str(error))
+        context.cancel()

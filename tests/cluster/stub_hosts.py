@@ -1,0 +1,114 @@
+"""Hosts without weights or KV: what runs inside the actors when only their life is tested."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import Any
+
+import grpc
+from aiohttp import web
+from tandem.v1 import worker_pb2, worker_pb2_grpc
+
+from cluster.config import ClusterConfig, WorkerConfig
+from core.errors import BadRequest
+from core.membership import Role, WorkerInfo, WorkerRef
+
+BLOCK_BYTES = 1024
+BLOCKS_MOVED = 3
+ANNOUNCE_EVERY_S = 0.05
+
+
+class StubWorkerHost:
+    """Listens on a free port and, when told of a router, announces itself to it."""
+
+    async def start(self, config: WorkerConfig) -> WorkerInfo:
+        if config.model_folder.name == "broken":
+            raise BadRequest("model_folder", "has no weights")
+        self._server = await asyncio.start_server(lambda *_: None, config.host, 0)
+        port = self._server.sockets[0].getsockname()[1]
+        ref = WorkerRef(config.worker_id, config.incarnation)
+        address = f"{config.host}:{port}"
+        self._announcing = asyncio.create_task(_announce(config, address))
+        return WorkerInfo(ref, config.role, address, b"", config.block_size, BLOCK_BYTES, config.num_blocks, 512)
+
+    async def drain(self, timeout_s: float) -> None:
+        self._announcing.cancel()
+
+    async def stop(self) -> None:
+        self._server.close()
+
+
+async def _announce(config: WorkerConfig, address: str) -> None:
+    if config.router_address == "nowhere:0":
+        return
+    worker = worker_pb2.WorkerInfo(
+        ref=worker_pb2.WorkerRef(worker_id=config.worker_id, incarnation=config.incarnation),
+        role=worker_pb2.ROLE_PREFILL if config.role is Role.PREFILL else worker_pb2.ROLE_DECODE,
+        address=address,
+        block_bytes=BLOCK_BYTES,
+        num_blocks=config.num_blocks,
+    )
+    async with grpc.aio.insecure_channel(config.router_address) as channel:
+        stub = worker_pb2_grpc.RouterServiceStub(channel)
+        while True:
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                await stub.Announce(worker_pb2.AnnounceRequest(worker=worker))
+            await asyncio.sleep(ANNOUNCE_EVERY_S)
+
+
+class StubRouterHost:
+    """Remembers who announced itself, and answers every prompt with the same tokens."""
+
+    async def start(self, config: ClusterConfig) -> None:
+        self._grpc = grpc.aio.server()
+        worker_pb2_grpc.add_RouterServiceServicer_to_server(StubRouterService(), self._grpc)
+        self._grpc.add_insecure_port(f"{config.grpc_host}:{config.grpc_port}")
+        await self._grpc.start()
+        self._http = web.AppRunner(completions_app())
+        await self._http.setup()
+        await web.TCPSite(self._http, config.http_host, config.http_port).start()
+
+    async def stop(self) -> None:
+        await self._http.cleanup()
+        await self._grpc.stop(0.1)
+
+
+class StubRouterService(worker_pb2_grpc.RouterServiceServicer):
+    """Every announced worker is READY and connected to all others."""
+
+    def __init__(self, used_blocks: int = 0) -> None:
+        self._workers: dict[str, Any] = {}
+        self._used_blocks = used_blocks
+
+    async def Announce(self, request: Any, context: Any) -> Any:
+        self._workers[request.worker.ref.worker_id] = request.worker
+        return worker_pb2.AnnounceResponse()
+
+    async def GetStatus(self, request: Any, context: Any) -> Any:
+        load = worker_pb2.WorkerLoad(used_blocks=self._used_blocks)
+        return worker_pb2.GetStatusResponse(
+            workers=[
+                worker_pb2.WorkerStatus(worker=worker, life="ready", load=load, peers=self._peers_of(worker))
+                for worker in self._workers.values()
+            ]
+        )
+
+    def _peers_of(self, worker: Any) -> list[Any]:
+        others = [other.ref for other in self._workers.values() if other.role != worker.role]
+        return [worker_pb2.PeerConnected(peer=ref, transport="cma", probe_gbps=5.0) for ref in others]
+
+
+def completions_app(remote_token: int = 7, kv_bytes_moved: int = BLOCKS_MOVED * BLOCK_BYTES) -> web.Application:
+    """POST /v1/completions: token 7 each time; after a remote prefill, `remote_token` and some moved KV."""
+
+    async def completions(request: web.Request) -> web.Response:
+        body = await request.json()
+        remote = body["tandem"]["prefill"] == "remote"
+        moved = {"kv_blocks_moved": BLOCKS_MOVED, "kv_bytes_moved": kv_bytes_moved} if remote else {}
+        token_ids = [7] * (body["max_tokens"] - 1) + [remote_token if remote else 7]
+        return web.json_response({"choices": [{"token_ids": token_ids}], "usage": {"tandem": moved}})
+
+    app = web.Application()
+    app.router.add_post("/v1/completions", completions)
+    return app

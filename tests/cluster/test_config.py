@@ -1,0 +1,98 @@
+"""Settings: from flags and YAML, refused by their names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.config import ClusterConfig, WorkerConfig, load_cluster_config, worker_config
+from core.errors import BadRequest
+from core.membership import Role
+
+MODEL = Path("/models/tiny")
+
+
+def test_defaults_are_one_of_each_on_loopback() -> None:
+    config = load_cluster_config(None, {}, MODEL)
+    assert config.roles == (("prefill-0", Role.PREFILL), ("decode-0", Role.DECODE))
+    assert (config.http_host, config.http_port) == ("127.0.0.1", 8000)
+    assert (config.grpc_host, config.grpc_port) == ("127.0.0.1", 50051)
+    assert config.served_model_name == "tiny"
+
+
+def test_aggregated_has_decode_workers_only() -> None:
+    config = load_cluster_config(None, {"aggregated": True, "num_decode": 2}, MODEL)
+    assert config.roles == (("decode-0", Role.DECODE), ("decode-1", Role.DECODE))
+
+
+def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text("num_decode: 3\nnum_blocks: 64\nlease_s: 4\nmodel_folder: /models/other\n")
+    config = load_cluster_config(file, {"num_blocks": 128}, MODEL)
+    assert (config.num_decode, config.num_blocks, config.lease_s) == (3, 128, 4.0)
+    assert config.model_folder == Path("/models/other")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "field"),
+    [
+        ({"num_decode": 0}, "num_decode"),
+        ({"num_prefill": 0}, "num_prefill"),
+        ({"num_prefill": 1, "aggregated": True}, "num_prefill"),
+        ({"http_port": 70000}, "http_port"),
+        ({"http_port": 50051}, "grpc_port"),
+        ({"http_port": True}, "http_port"),
+        ({"http_port": "8000"}, "http_port"),
+        ({"http_host": ""}, "http_host"),
+        ({"dtype": "float16"}, "dtype"),
+        ({"transport": "pigeon"}, "transport"),
+        ({"num_blocks": 0}, "num_blocks"),
+        ({"block_size": 1000}, "block_size"),
+        ({"token_budget": 0}, "token_budget"),
+        ({"redis_url": "http://x"}, "redis_url"),
+        ({"lease_s": float("nan")}, "lease_s"),
+        ({"model_folder": None}, "model_folder"),
+        ({"num_decodes": 1}, "num_decodes"),
+    ],
+)
+def test_a_wrong_setting_is_refused_by_its_name(overrides: dict[str, Any], field: str) -> None:
+    with pytest.raises(BadRequest) as caught:
+        load_cluster_config(None, overrides, MODEL)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize("text", ["- a\n- b\n", "a: [\n", "nonsense"])
+def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text(text)
+    with pytest.raises(BadRequest) as caught:
+        load_cluster_config(file, {}, MODEL)
+    assert caught.value.field == "config"
+
+
+def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text("# nothing\n")
+    assert load_cluster_config(file, {}, MODEL) == ClusterConfig(MODEL)
+
+
+def test_a_worker_gets_its_share_of_the_cluster() -> None:
+    cluster = ClusterConfig(MODEL, num_blocks=64, dtype="bfloat16", redis_url="redis://127.0.0.1:1/0")
+    config = worker_config(cluster, "decode-0", "9f3a", Role.DECODE, router_address="127.0.0.1:50051")
+    assert config == WorkerConfig(
+        worker_id="decode-0",
+        incarnation="9f3a",
+        role=Role.DECODE,
+        model_folder=MODEL,
+        router_address="127.0.0.1:50051",
+        dtype="bfloat16",
+        num_blocks=64,
+        redis_url="redis://127.0.0.1:1/0",
+    )
+
+
+def test_a_worker_without_a_router_is_refused() -> None:
+    with pytest.raises(BadRequest, match="router_address"):
+        WorkerConfig("decode-0", "9f3a", Role.DECODE, MODEL, router_address="")

@@ -1,0 +1,145 @@
+"""The controller on a real Ray: actors that die, hang or cannot start."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from random import SystemRandom
+from typing import Any
+
+import pytest
+from listening import is_loopback, listening_addresses
+
+from cluster import processes
+from cluster.actors import WorkerActor
+from cluster.config import ClusterConfig, WorkerConfig, worker_config
+from cluster.controller import Controller
+from cluster.fleet import Event, Fleet, StartFailed, StartWorker, WorkerDied, WorkerStarted
+from cluster.ray_runtime import Actor, ActorError, RayRuntime
+
+STUB = "stub_hosts:StubWorkerHost"
+TIMEOUT_S = 30.0
+
+
+class Cluster:
+    """A controller, its actors by worker id, and what it has reported."""
+
+    def __init__(self, runtime: RayRuntime, config: ClusterConfig, logs: Path) -> None:
+        self._runtime = runtime
+        self._config = config
+        self.logs = logs
+        self.actors: dict[str, Actor] = {}
+        self.events: asyncio.Queue[Event] = asyncio.Queue()
+        self.controller = Controller(Fleet(config.roles, SystemRandom()), self._spawn, config, self.events.put_nowait)
+
+    def _spawn(self, order: StartWorker) -> tuple[Actor, WorkerConfig]:
+        ref = order.ref
+        log_file = self.logs / f"{ref.worker_id}.log"
+        self.actors[ref.worker_id] = self._runtime.create(WorkerActor, str(ref), STUB, ref.worker_id, log_file)
+        return self.actors[ref.worker_id], worker_config(
+            self._config, ref.worker_id, ref.incarnation, order.role, router_address="nowhere:0"
+        )
+
+    async def next(self, wanted: Callable[[Any], bool]) -> Any:
+        async with asyncio.timeout(TIMEOUT_S):
+            while not wanted(event := await self.events.get()):
+                pass
+        return event
+
+    async def next_of(self, kind: type) -> Any:
+        return await self.next(lambda event: isinstance(event, kind))
+
+    async def all_ready(self) -> None:
+        await self.next(lambda _: self.controller.all_ready)
+
+
+@pytest.fixture
+async def make_cluster(ray_runtime: RayRuntime, tmp_path: Path) -> Any:
+    running: list[tuple[Cluster, asyncio.Task[None]]] = []
+
+    def make(**settings: Any) -> Cluster:
+        config = ClusterConfig(**{"model_folder": tmp_path, "drain_timeout_s": 1.0, **settings})
+        cluster = Cluster(ray_runtime, config, tmp_path)
+        running.append((cluster, asyncio.create_task(cluster.controller.run())))
+        return cluster
+
+    yield make
+    for cluster, task in running:
+        await cluster.controller.stop()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_a_killed_worker_is_replaced_by_a_new_incarnation(make_cluster: Any) -> None:
+    cluster = make_cluster()
+    await cluster.all_ready()
+    before = dict(cluster.controller.workers)
+    prefill_pid = await cluster.actors["prefill-0"].call("ping", timeout_s=5.0)
+    pid = await cluster.actors["decode-0"].call("ping", timeout_s=5.0)
+
+    os.kill(pid, signal.SIGKILL)
+
+    assert (await cluster.next_of(WorkerDied)).ref == before["decode-0"].ref
+    assert (await cluster.next_of(WorkerStarted)).ref.worker_id == "decode-0"
+    after = cluster.controller.workers
+    assert after["decode-0"].ref.incarnation != before["decode-0"].ref.incarnation
+    assert after["prefill-0"] == before["prefill-0"]
+    assert await cluster.actors["decode-0"].call("ping", timeout_s=5.0) != pid
+    assert await cluster.actors["prefill-0"].call("ping", timeout_s=5.0) == prefill_pid
+
+
+async def test_a_frozen_worker_is_killed_and_replaced(make_cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cluster.controller.PING_EVERY_S", 0.2)
+    cluster = make_cluster(heartbeat_timeout_s=1.0, aggregated=True)
+    await cluster.all_ready()
+    pid = await cluster.actors["decode-0"].call("ping", timeout_s=5.0)
+    (frozen,) = {process for process in processes.descendants(os.getpid()) if process.pid == pid}
+
+    os.kill(pid, signal.SIGSTOP)
+
+    assert "hung" in (await cluster.next_of(WorkerDied)).reason
+    await cluster.next_of(WorkerStarted)
+    assert not await processes.wait_gone([frozen], timeout_s=10.0)
+
+
+async def test_a_worker_that_cannot_start_says_why_and_logs_where(make_cluster: Any, tmp_path: Path) -> None:
+    cluster = make_cluster(model_folder=tmp_path / "broken", aggregated=True)
+    failure = await cluster.next_of(StartFailed)
+    assert failure.reason == "BadRequest: model_folder: has no weights"
+    assert "stub_hosts.py" in (cluster.logs / "decode-0.log").read_text()
+
+
+async def test_stop_ends_every_worker_process(make_cluster: Any) -> None:
+    cluster = make_cluster()
+    await cluster.all_ready()
+    pids = {await actor.call("ping", timeout_s=5.0) for actor in cluster.actors.values()}
+    workers = {process for process in processes.descendants(os.getpid()) if process.pid in pids}
+    assert len(workers) == 2
+    await cluster.controller.stop()
+    assert not await processes.wait_gone(workers, timeout_s=10.0)
+
+
+async def test_everything_listens_on_loopback_only(make_cluster: Any) -> None:
+    cluster = make_cluster()
+    await cluster.all_ready()
+    addresses = listening_addresses(process.pid for process in processes.descendants(os.getpid()))
+    assert addresses and all(map(is_loopback, addresses)), addresses
+    # The control: an open socket is found.
+    async with await asyncio.start_server(lambda *_: None, "0.0.0.0", 0):
+        assert not all(map(is_loopback, listening_addresses([os.getpid()])))
+
+
+async def test_an_actor_has_its_thread_settings_and_no_ray_priority(ray_runtime: RayRuntime, tmp_path: Path) -> None:
+    actor = ray_runtime.create(WorkerActor, "probe", STUB, "probe", tmp_path / "probe.log")
+    pid = await actor.call("ping", timeout_s=20.0)
+    assert os.getpriority(os.PRIO_PROCESS, pid) == os.getpriority(os.PRIO_PROCESS, 0)
+    assert (tmp_path / "probe.log").exists()
+    with pytest.raises(ActorError, match="ModuleNotFoundError"):
+        other = ray_runtime.create(WorkerActor, "other", "nowhere:Host", "other", tmp_path / "other.log")
+        await other.call("start", WorkerConfig("x", "1", "decode", tmp_path, "nowhere:0"), timeout_s=20.0)
+    actor.kill()
+    other.kill()
+    actor.kill()  # harmless

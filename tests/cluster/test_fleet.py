@@ -1,0 +1,147 @@
+"""The fleet by tables: (event, now) in, effects out."""
+
+from __future__ import annotations
+
+from random import Random
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.fleet import (
+    Backoff,
+    DrainWorker,
+    Effect,
+    Event,
+    Fleet,
+    ForgetWorker,
+    StartFailed,
+    StartWorker,
+    StopAsked,
+    Wake,
+    WakeAt,
+    WorkerDied,
+    WorkerStarted,
+)
+from core.membership import Life, Role, WorkerRef
+
+WANTED = (("prefill-0", Role.PREFILL), ("decode-0", Role.DECODE))
+BACKOFF = Backoff(first_s=1.0, max_s=4.0, stable_after_s=60.0)
+
+
+def make_fleet() -> Fleet:
+    return Fleet(WANTED, Random(1), BACKOFF)
+
+
+def started(effects: list[Effect]) -> list[WorkerRef]:
+    return [effect.ref for effect in effects if isinstance(effect, StartWorker)]
+
+
+def test_the_first_wake_starts_each_wanted_worker_once() -> None:
+    fleet = make_fleet()
+    effects = fleet.step(Wake(), 0.0)
+    assert [(ref.worker_id, effect.role) for ref, effect in zip(started(effects), effects, strict=True)] == list(WANTED)
+    assert fleet.lives == {"prefill-0": Life.STARTING, "decode-0": Life.STARTING}
+    assert fleet.step(Wake(), 1.0) == []
+
+
+def test_a_dead_worker_is_forgotten_and_replaced_at_once_by_a_new_incarnation() -> None:
+    fleet = make_fleet()
+    _, decode = started(fleet.step(Wake(), 0.0))
+    assert fleet.step(WorkerStarted(decode), 1.0) == []
+    forget, start = fleet.step(WorkerDied(decode, "killed"), 2.0)
+    assert forget == ForgetWorker(decode, "killed")
+    assert isinstance(start, StartWorker)
+    assert (start.ref.worker_id, start.role) == ("decode-0", Role.DECODE)
+    assert start.ref.incarnation != decode.incarnation
+
+
+def test_deaths_in_a_row_wait_twice_as_long_each_time_up_to_a_bound() -> None:
+    fleet, now, delays = make_fleet(), 0.0, []
+    decode = started(fleet.step(Wake(), now))[1]
+    for _ in range(5):
+        effects = fleet.step(StartFailed(decode, "no weights"), now)
+        wakes = [effect.at_s for effect in effects if isinstance(effect, WakeAt)]
+        delays.append(wakes[0] - now if wakes else 0.0)
+        now = wakes[0] if wakes else now
+        (decode,) = started(effects) or started(fleet.step(Wake(), now))
+    assert delays == [0.0, 1.0, 2.0, 4.0, 4.0]
+
+
+def test_a_wake_before_its_time_starts_nothing() -> None:
+    fleet = make_fleet()
+    decode = started(fleet.step(Wake(), 0.0))[1]
+    (decode,) = started(fleet.step(StartFailed(decode, "x"), 0.0))
+    assert fleet.step(StartFailed(decode, "x"), 0.0) == [ForgetWorker(decode, "x"), WakeAt(1.0)]
+    assert fleet.step(Wake(), 0.9) == []
+    assert len(started(fleet.step(Wake(), 1.0))) == 1
+
+
+def test_a_worker_that_was_ready_for_long_is_replaced_at_once_again() -> None:
+    fleet = make_fleet()
+    decode = started(fleet.step(Wake(), 0.0))[1]
+    (decode,) = started(fleet.step(StartFailed(decode, "x"), 0.0))
+    fleet.step(WorkerStarted(decode), 1.0)
+    (decode,) = started(fleet.step(WorkerDied(decode, "x"), 1.0 + BACKOFF.stable_after_s))
+    fleet.step(WorkerStarted(decode), 100.0)
+    assert not started(fleet.step(WorkerDied(decode, "x"), 101.0))  # the control: this life was short
+
+
+def test_news_of_a_dead_life_changes_nothing() -> None:
+    fleet = make_fleet()
+    decode = started(fleet.step(Wake(), 0.0))[1]
+    fleet.step(WorkerDied(decode, "killed"), 1.0)
+    lives = fleet.lives
+    for event in (WorkerStarted(decode), WorkerDied(decode, "again"), StartFailed(decode, "late")):
+        assert fleet.step(event, 2.0) == []
+    assert fleet.step(WorkerDied(WorkerRef("stranger", "1"), "?"), 2.0) == []
+    assert fleet.lives == lives
+
+
+def test_stop_drains_the_ready_kills_the_starting_and_replaces_nobody() -> None:
+    fleet = make_fleet()
+    prefill, decode = started(fleet.step(Wake(), 0.0))
+    fleet.step(WorkerStarted(decode), 1.0)
+    assert fleet.step(StopAsked(), 2.0) == [ForgetWorker(prefill, "stopped while starting"), DrainWorker(decode)]
+    assert fleet.step(StopAsked(), 2.0) == []
+    assert fleet.step(WorkerDied(decode, "ended"), 3.0) == [ForgetWorker(decode, "ended")]
+    assert fleet.step(Wake(), 1000.0) == []
+
+
+def test_the_delay_stays_bounded_after_thousands_of_deaths() -> None:
+    assert Backoff().delay_s(5000) == Backoff().max_s
+
+
+@given(st.lists(st.tuples(st.sampled_from(["start", "fail", "die", "wake"]), st.integers(0, 1)), max_size=60))
+def test_never_more_lives_than_places_and_each_ends_once(script: list[tuple[str, int]]) -> None:
+    fleet, now = make_fleet(), 0.0
+    running: dict[WorkerRef, bool] = {}  # life -> has started
+    born: list[WorkerRef] = []
+
+    def feed(event: Event) -> None:
+        for effect in fleet.step(event, now):
+            match effect:
+                case StartWorker(ref):
+                    assert ref not in born
+                    born.append(ref)
+                    running[ref] = False
+                case ForgetWorker(ref):
+                    del running[ref]
+        places = [ref.worker_id for ref in running]
+        assert len(places) == len(set(places)) <= len(WANTED)
+
+    feed(Wake())
+    for action, index in script:
+        now += 1.0
+        ref = list(running)[index] if index < len(running) else None
+        if action == "wake" or ref is None:
+            feed(Wake())
+        elif action == "start" and not running[ref]:
+            running[ref] = True
+            feed(WorkerStarted(ref))
+        elif action == "fail" and not running[ref]:
+            feed(StartFailed(ref, "no"))
+        elif action == "die":
+            feed(WorkerDied(ref, "dead"))
+    now += 1000.0
+    feed(Wake())
+    assert len(running) == len(WANTED)
