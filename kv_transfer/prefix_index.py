@@ -1,0 +1,241 @@
+"""Which worker holds which cached block: a shared index in Redis or Valkey. It costs hits, never a request.
+
+Keys, all in one cluster slot of an identity (the braces are a hash tag; 16 hex digits of its digest):
+  kv:{IDENTITY}:BLOCK_HASH   hash: holder -> when its entry ends, in ms of the server's clock
+  kv:{IDENTITY}:by:HOLDER    set of the block hashes that one incarnation announced, so that it can be purged
+Entries end after `ttl_s` unless announced again; both keys carry it as their own TTL too, so nothing stays forever.
+A lookup is advice: a holder checks its own cache before it pushes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final, Protocol
+
+from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
+
+from core.identity import BlockHash
+from core.membership import WorkerRef
+from kv_transfer.pool import parse_ref
+
+logger = logging.getLogger(__name__)
+
+_LOOKUP: Final = """
+local clock = redis.call('TIME')
+local now_ms = clock[1] * 1000 + math.floor(clock[2] / 1000)
+local num_blocks, holders = 0, {}
+for index, key in ipairs(KEYS) do
+  local entry, still = redis.call('HGETALL', key), {}
+  for field = 1, #entry, 2 do
+    local name = entry[field]
+    if name ~= ARGV[1] and tonumber(entry[field + 1]) > now_ms and (index == 1 or holders[name]) then
+      still[name] = true
+    end
+  end
+  if next(still) == nil then break end
+  num_blocks, holders = index, still
+end
+local names = {}
+for name in pairs(holders) do names[#names + 1] = name end
+table.sort(names)
+return {num_blocks, names}
+"""
+
+# The last key is the holder's own set; ARGV: holder, TTL in ms, then the hash of each block.
+_ANNOUNCE: Final = """
+local clock = redis.call('TIME')
+local ends_ms = clock[1] * 1000 + math.floor(clock[2] / 1000) + ARGV[2]
+for index = 1, #KEYS - 1 do
+  redis.call('HSET', KEYS[index], ARGV[1], ends_ms)
+  redis.call('PEXPIRE', KEYS[index], ARGV[2])
+  redis.call('SADD', KEYS[#KEYS], ARGV[index + 2])
+end
+redis.call('PEXPIRE', KEYS[#KEYS], ARGV[2])
+return 1
+"""
+
+# As above, without the TTL.
+_WITHDRAW: Final = """
+for index = 1, #KEYS - 1 do
+  redis.call('HDEL', KEYS[index], ARGV[1])
+  redis.call('SREM', KEYS[#KEYS], ARGV[index + 1])
+end
+return 1
+"""
+
+_BLOCKS_PER_WRITE: Final = 1000  # a script holds up every other client while it runs: keep it below a few ms
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixHit:
+    """The longest leading run of blocks that one other worker holds whole, and all workers that do."""
+
+    num_blocks: int = 0
+    holders: tuple[WorkerRef, ...] = ()  # by name
+
+
+@dataclass(slots=True)
+class IndexStats:
+    """Totals since start."""
+
+    lookups: int = 0
+    hit_blocks: int = 0
+    failures: int = 0  # calls that Redis failed or did not answer in time
+    skipped_lookups: int = 0  # answered empty at once, as Redis was known to be away
+    dropped_writes: int = 0  # block entries not announced, withdrawn or purged
+
+
+class PrefixIndex(Protocol):
+    """What workers know of each other's caches. No call raises for the index being slow or away."""
+
+    async def announce(self, hashes: Sequence[BlockHash]) -> None:
+        """This worker holds these blocks now. Announce again within the TTL to keep them."""
+        ...
+
+    async def withdraw(self, hashes: Sequence[BlockHash]) -> None:
+        """This worker no longer holds these blocks."""
+        ...
+
+    async def lookup(self, hashes: Sequence[BlockHash]) -> PrefixHit:
+        """Who else holds the longest leading run of `hashes`, in prompt order."""
+        ...
+
+    async def purge(self, ref: WorkerRef) -> None:
+        """Forget everything that a dead incarnation announced."""
+        ...
+
+    async def close(self) -> None:
+        """Disconnect; entries stay until purged or expired. Idempotent."""
+        ...
+
+
+class RedisPrefixIndex:
+    """A PrefixIndex in Redis or Valkey; connects when first used.
+
+    Args:
+        url: `redis://host:port/db`.
+        ref: this worker; excluded from its own lookups.
+        ttl_s: how long an announcement lasts.
+        timeout_s: bound of one lookup. Writes, which no request waits for, get `write_timeout_s`.
+        backoff_s: after a failure lookups answer empty at once; the server is tried again at this period, in the
+            background.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        ref: WorkerRef,
+        identity_digest: bytes,
+        ttl_s: float,
+        timeout_s: float = 0.05,
+        write_timeout_s: float = 1.0,
+        backoff_s: float = 1.0,
+    ) -> None:
+        self._name = str(ref)
+        self._prefix = f"kv:{{{identity_digest.hex()[:16]}}}:"
+        self._ttl_ms = int(ttl_s * 1000)
+        self._timeout_s = timeout_s
+        self._write_timeout_s = write_timeout_s
+        self._backoff_s = backoff_s
+        # No retries: within a lookup's bound there is no time for them, and recovery is done by `_recover`.
+        self._redis = Redis.from_url(url, socket_connect_timeout=timeout_s, retry=Retry(NoBackoff(), 0))
+        self._lookup = self._redis.register_script(_LOOKUP)
+        self._announce = self._redis.register_script(_ANNOUNCE)
+        self._withdraw = self._redis.register_script(_WITHDRAW)
+        self._recovery: asyncio.Task[None] | None = None
+        self.stats = IndexStats()
+
+    @property
+    def away(self) -> bool:
+        """Whether the server failed a call and has not answered since."""
+        return self._recovery is not None
+
+    async def announce(self, hashes: Sequence[BlockHash]) -> None:
+        for some in _batches(hashes):
+            keys = [*map(self._block_key, some), self._holder_key(self._name)]
+            call = partial(self._announce, keys, [self._name, self._ttl_ms, *some])
+            await self._write(len(some), call)
+
+    async def withdraw(self, hashes: Sequence[BlockHash]) -> None:
+        for some in _batches(hashes):
+            await self._forget(self._name, some)
+
+    async def lookup(self, hashes: Sequence[BlockHash]) -> PrefixHit:
+        self.stats.lookups += 1
+        if not hashes:
+            return PrefixHit()
+        if self.away:
+            self.stats.skipped_lookups += 1
+            return PrefixHit()
+        keys = [self._block_key(block_hash) for block_hash in hashes]
+        answer = await self._bounded(self._timeout_s, partial(self._lookup, keys, [self._name]))
+        if answer is None:
+            return PrefixHit()
+        num_blocks, names = answer
+        self.stats.hit_blocks += num_blocks
+        return PrefixHit(num_blocks, tuple(parse_ref(name.decode()) for name in names))
+
+    async def purge(self, ref: WorkerRef) -> None:
+        """What a failure leaves behind expires by its TTL."""
+        name = str(ref)
+        while not self.away:
+            pop = partial(self._redis.spop, self._holder_key(name), _BLOCKS_PER_WRITE)
+            some = await self._bounded(self._write_timeout_s, pop)
+            if not some:
+                return
+            await self._forget(name, some)
+
+    async def close(self) -> None:
+        if self._recovery is not None:
+            self._recovery.cancel()
+        await self._redis.aclose()
+
+    async def _forget(self, name: str, hashes: Sequence[BlockHash]) -> None:
+        keys = [*map(self._block_key, hashes), self._holder_key(name)]
+        await self._write(len(hashes), partial(self._withdraw, keys, [name, *hashes]))
+
+    async def _write(self, num_blocks: int, call: Callable[[], Awaitable[Any]]) -> None:
+        if self.away or await self._bounded(self._write_timeout_s, call) is None:
+            self.stats.dropped_writes += num_blocks
+
+    async def _bounded(self, timeout_s: float, call: Callable[[], Awaitable[Any]]) -> Any:
+        """The call's answer, or None when the server failed it or took too long."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await call()
+        except (RedisError, OSError, TimeoutError) as error:
+            self.stats.failures += 1
+            if self._recovery is None:
+                logger.warning("prefix index away: %s: %s", type(error).__name__, error)
+                self._recovery = asyncio.create_task(self._recover())
+            return None
+
+    async def _recover(self) -> None:
+        """Try until the server answers, by what a restarted one needs: the script that requests wait for."""
+        while True:
+            await asyncio.sleep(self._backoff_s)
+            with contextlib.suppress(RedisError, OSError, TimeoutError):
+                async with asyncio.timeout(self._write_timeout_s):
+                    await self._redis.script_load(_LOOKUP)
+                break
+        logger.warning("prefix index is back")
+        self._recovery = None
+
+    def _block_key(self, block_hash: BlockHash) -> str:
+        return self._prefix + block_hash.hex()
+
+    def _holder_key(self, name: str) -> str:
+        return f"{self._prefix}by:{name}"
+
+
+def _batches(hashes: Sequence[BlockHash]) -> Iterator[Sequence[BlockHash]]:
+    for start in range(0, len(hashes), _BLOCKS_PER_WRITE):
+        yield hashes[start : start + _BLOCKS_PER_WRITE]
