@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from core.errors import InvariantBroken, PeerRefused
 from core.membership import WorkerRef
 from kv_transfer.transport import PoolDescription
+
+MEMORY_KINDS: Final = ("DRAM", "VRAM")
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +20,7 @@ class MemoryPool:
     base_address: int
     num_blocks: int
     block_bytes: int
-    memory_kind: str = "DRAM"  # or "VRAM"
+    memory_kind: str = "DRAM"  # one of MEMORY_KINDS
     device_id: int = 0  # GPU index; 0 for DRAM
 
     @property
@@ -44,6 +47,8 @@ def require_compatible(ours: PoolDescription, theirs: PoolDescription) -> None:
         _require_same(name, getattr(ours, name), getattr(theirs, name))
     ours.identity.require_equal(theirs.identity)
     _require_same("block_bytes", ours.block_bytes, theirs.block_bytes)
+    if theirs.memory_kind not in MEMORY_KINDS:
+        raise PeerRefused("memory_kind", MEMORY_KINDS, theirs.memory_kind)
 
 
 def require_blocks(

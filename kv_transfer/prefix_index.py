@@ -117,6 +117,25 @@ class PrefixIndex(Protocol):
         ...
 
 
+class NoPrefixIndex:
+    """The PrefixIndex of a cluster without one: nobody else holds anything."""
+
+    async def announce(self, hashes: Sequence[BlockHash]) -> None:
+        pass
+
+    async def withdraw(self, hashes: Sequence[BlockHash]) -> None:
+        pass
+
+    async def lookup(self, hashes: Sequence[BlockHash]) -> PrefixHit:  # noqa: ARG002
+        return PrefixHit()
+
+    async def purge(self, ref: WorkerRef) -> None:
+        pass
+
+    async def close(self) -> None:
+        pass
+
+
 class RedisPrefixIndex:
     """A PrefixIndex in Redis or Valkey; connects when first used.
 

@@ -129,7 +129,7 @@ async def test_another_identity_is_refused_by_name(ends: Ends, name: str) -> Non
     await connect(source, target)
 
 
-@pytest.mark.parametrize("name", ["transport", "transport_version", "block_bytes"])
+@pytest.mark.parametrize("name", ["transport", "transport_version", "block_bytes", "memory_kind"])
 async def test_another_backend_version_or_block_is_refused_by_name(ends: Ends, name: str) -> None:
     source, target = ends.make("prefill-0"), ends.make("decode-0")
     value = 8192 if name == "block_bytes" else "other"

@@ -1,0 +1,38 @@
+"""Descriptions survive the wire whole."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from tandem.v1 import worker_pb2 as pb
+
+from core.identity import CacheIdentity
+from core.membership import WorkerRef
+from kv_transfer.transport import PoolDescription
+from kv_transfer.wire import pool_description_from_proto, pool_description_to_proto
+
+DESCRIPTION = PoolDescription(
+    ref=WorkerRef("decode-0", "9f3a2c1d"),
+    identity=CacheIdentity(1, "weights", "tokenizer", "float32", "layout", 16, 30, 3, 64, 2, "cpu-avx2"),
+    transport="nixl",
+    transport_version="1.5.1",
+    base_address=0x7FFF_FFFF_F000,
+    block_bytes=720 << 10,
+    num_blocks=4096,
+    device_id=3,
+    memory_kind="VRAM",
+    agent_metadata=bytes(range(256)),
+)
+
+
+def test_round_trip_through_bytes() -> None:
+    sent = pool_description_to_proto(DESCRIPTION).SerializeToString()
+    assert pool_description_from_proto(pb.PeerDescription.FromString(sent)) == DESCRIPTION
+
+
+def test_every_field_is_on_the_wire() -> None:
+    def names(message: type) -> set[str]:
+        return {field.name for field in message.DESCRIPTOR.fields}  # type: ignore[attr-defined]
+
+    assert names(pb.PeerDescription) == {item.name for item in fields(PoolDescription)}
+    assert names(pb.CacheIdentity) == {item.name for item in fields(CacheIdentity)}
