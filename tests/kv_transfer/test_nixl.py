@@ -40,8 +40,6 @@ async def test_metadata_that_is_not_the_peers_is_refused(ends: Ends) -> None:
         "cut": Envelope(*scratch, whole.metadata[:100]).encode(),
         "another worker's": other.transport.describe().agent_metadata,
         "our own": source.transport.describe().agent_metadata,
-            whole.scratch_address, whole.scratch_bytes * 2, whole.host, whole.metadata
-        ).encode(),
     }
     for what, metadata in wrong.items():
         with pytest.raises(PeerRefused) as refused:
