@@ -191,6 +191,9 @@ class WorkerHost:
     def _stepped(self, progress: list[Progress]) -> None:
         deltas = self._role.stepped(progress)
         self._streams.step(deltas, self._engine.scheduler.load())
+        for item in progress:
+            if item.handed_over:
+                self._streams.disown(item.request_id)
         self._publish()
 
     def _handoff_ended(self, outcome: object) -> None:

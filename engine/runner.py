@@ -20,7 +20,7 @@ class ModelRunner(Protocol):
 
     @property
     def kv_pool(self) -> torch.Tensor:
-        """[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim], contiguous: one block is one run of bytes."""
+        """[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim], contiguous: a block is one run of bytes."""
         ...
 
     def run(self, plan: StepPlan) -> list[int | None]:

@@ -23,7 +23,7 @@ from core.handoff import (
 from core.membership import WorkerRef
 from kv_transfer.effects import Blocks, Effect, LeaseConfig, Notify, Push, SourceEnded
 
-MAX_STOPPED: Final = 100_000  # hand-offs remembered as stopped, so that a late ticket is not opened
+MAX_OVER: Final = 100_000  # hand-offs remembered as over, so that a late or doubled ticket is not opened again
 
 
 @dataclass(slots=True)
@@ -48,7 +48,7 @@ class SourceSide:
         self._blocks = blocks
         self._lease = lease
         self._open: dict[str, _Outgoing] = {}
-        self._stopped: OrderedDict[str, None] = OrderedDict()
+        self._over: OrderedDict[str, None] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._open)
@@ -63,11 +63,11 @@ class SourceSide:
         return session.state if session else None
 
     def open(self, ticket: HandoffTicket, now: float) -> list[Effect]:
-        """Accept a ticket. A hand-off that its target has stopped already is answered Quiet and ends."""
+        """Accept a ticket. One whose hand-off is over, or was stopped before it came, is answered Quiet."""
         if ticket.handoff_id in self._open:
             raise InvariantBroken(f"handoff {ticket.handoff_id} opened twice")
-        if ticket.handoff_id in self._stopped:
-            return [self._notify(ticket, Quiet("stopped before it started")), SourceEnded(ticket.handoff_id, False)]
+        if ticket.handoff_id in self._over:
+            return [self._notify(ticket, Quiet("over before it started"))]
         session = _Outgoing(ticket, now + self._lease.lease_s, now + self._lease.renew_s, next_block=ticket.first_block)
         session.move(HandoffEvent.BLOCKS_RESERVED)
         self._open[ticket.handoff_id] = session
@@ -121,7 +121,7 @@ class SourceSide:
         if session is None:
             if not isinstance(notice.body, StopPushing):
                 return []
-            self._remember_stopped(notice.handoff_id)
+            self._remember_over(notice.handoff_id)
             return [Notify(sender, HandoffNotice(notice.handoff_id, notice.generation, Quiet("not open here")))]
         if session.ticket.target != sender or session.ticket.generation != notice.generation:
             return []
@@ -134,7 +134,10 @@ class SourceSide:
 
     def push_prefix(self, ticket: HandoffTicket, cached_blocks: Sequence[int], now: float) -> list[Effect]:
         """Push `cached_blocks`, the leading run of what a peer asked for, to the ticket's first pages."""
+        if ticket.handoff_id in self._open:
+            return []  # doubled on the way
         if not cached_blocks:
+            self._remember_over(ticket.handoff_id)
             return [self._notify(ticket, Quiet("not cached here"))]
         effects = self.open(ticket, now)
         if not self.is_open(ticket.handoff_id):
@@ -175,22 +178,20 @@ class SourceSide:
         handoff_id = session.ticket.handoff_id
         if session.in_flight or session.state in (HandoffState.RESERVED, HandoffState.MOVING):
             return []
-        effects: list[Effect] = []
+        self._remember_over(handoff_id)
+        del self._open[handoff_id]
         if session.state is HandoffState.LANDED:
             session.move(HandoffEvent.FREED)
-        else:
-            if session.state is HandoffState.STOPPING:
-                session.move(HandoffEvent.TRANSPORT_QUIET)
-            self._remember_stopped(handoff_id)
-            effects.append(self._notify(session.ticket, Quiet(reason)))
-        del self._open[handoff_id]
-        return [*effects, SourceEnded(handoff_id, session.state is HandoffState.RELEASED)]
+            return [SourceEnded(handoff_id, landed=True)]
+        if session.state is HandoffState.STOPPING:
+            session.move(HandoffEvent.TRANSPORT_QUIET)
+        return [self._notify(session.ticket, Quiet(reason)), SourceEnded(handoff_id, landed=False)]
 
-    def _remember_stopped(self, handoff_id: str) -> None:
-        """A ticket that comes after its stop must not be opened; the oldest memories go when there are too many."""
-        self._stopped[handoff_id] = None
-        if len(self._stopped) > MAX_STOPPED:
-            self._stopped.popitem(last=False)
+    def _remember_over(self, handoff_id: str) -> None:
+        """The pages of a hand-off that is over belong to others: its ticket must never be opened again."""
+        self._over[handoff_id] = None
+        if len(self._over) > MAX_OVER:
+            self._over.popitem(last=False)
 
     def _notify(self, ticket: HandoffTicket, body: Quiet | Renew) -> Notify:
         return Notify(ticket.target, HandoffNotice(ticket.handoff_id, ticket.generation, body))

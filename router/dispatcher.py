@@ -262,8 +262,8 @@ class Dispatcher:
             flow.next_position += len(ready.token_ids)
             effects.append(Deliver(flow.request.request_id, replace(ready, request_id=flow.request.request_id)))
             if ready.finish_reason is not None:
-                if ready.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
-                    effects += self._recall(flow)
+                if worker == flow.choice.prefill or ready.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
+                    effects += self._recall(flow)  # decode does not know yet that nothing is left to do
                 self._end(flow)
                 break
         return effects
