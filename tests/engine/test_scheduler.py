@@ -1,0 +1,279 @@
+"""The batch scheduler over a runner that checks every read: outputs never depend on who else runs."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from core.errors import BadRequest, InvariantBroken
+from core.request import FinishReason, GenerateRequest, SamplingParams, StopConditions
+from engine.block_pool import BlockPool
+from engine.scheduler import Progress, Scheduler, SchedulerConfig
+from engine.sequence import ModelLimits
+from tests.engine.token_memory import TokenMemory, undisturbed
+
+BLOCK_SIZE = 4
+
+
+class Bench:
+    """One scheduler with its runner, stepped by hand."""
+
+    def __init__(self, num_blocks: int = 64, token_budget: int = 16, max_sequences: int = 64, eos=(), context=512):
+        self.pool = BlockPool(num_blocks)
+        limits = ModelLimits(BLOCK_SIZE, context, tuple(eos))
+        config = SchedulerConfig(token_budget, max_sequences)
+        self.scheduler = Scheduler(config, self.pool, limits, b"d" * 32, lambda request: NeverStops())
+        self.memory = TokenMemory(num_blocks, BLOCK_SIZE)
+        self.outputs: defaultdict[str, list[int]] = defaultdict(list)
+        self.finished: dict[str, FinishReason] = {}
+
+    def add(self, request: GenerateRequest, **how) -> None:
+        self.scheduler.add(self.scheduler.new_sequence(request, **how))
+
+    def step(self) -> list[Progress]:
+        plan = self.scheduler.plan()
+        if plan is None:
+            return []
+        assert plan.num_tokens <= self.scheduler.config.token_budget
+        return self.take(self.scheduler.commit(plan, self.memory.run(plan)))
+
+    def take(self, progress: list[Progress]) -> list[Progress]:
+        for item in progress:
+            if item.delta is not None:
+                assert item.delta.position == len(self.outputs[item.request_id])
+                self.outputs[item.request_id] += item.delta.token_ids
+                if item.delta.finish_reason is not None:
+                    self.finished[item.request_id] = item.delta.finish_reason
+        self.pool.check()
+        return progress
+
+    def run(self, max_steps: int = 2000) -> None:
+        for _ in range(max_steps):
+            if not self.step():
+                return
+        raise AssertionError("the scheduler did not come to an end")
+
+    def assert_empty(self) -> None:
+        load = self.scheduler.load()
+        assert (load.waiting_requests, load.running_requests, load.waiting_tokens) == (0, 0, 0)
+        assert self.pool.num_used == 0
+
+
+class NeverStops:
+    def push(self, token_id: int) -> str | None:
+        return None
+
+
+def request(name: str, prompt, max_tokens: int = 8, salt: str = "", **stop) -> GenerateRequest:
+    conditions = StopConditions(max_tokens=max_tokens, **stop)
+    return GenerateRequest(name, tuple(prompt), SamplingParams(0.0), conditions, cache_salt=salt)
+
+
+@pytest.mark.parametrize("budget", [1, 3, 16, 64])
+def test_chunks_do_not_change_the_output(budget: int) -> None:
+    bench = Bench(token_budget=budget)
+    bench.add(request("r", range(30)))
+    bench.run()
+    assert bench.outputs["r"] == undisturbed(tuple(range(30)), 8)
+    assert bench.finished["r"] is FinishReason.LENGTH
+    bench.assert_empty()
+
+
+def test_decodes_go_before_prefills_and_share_the_budget() -> None:
+    bench = Bench(token_budget=6)
+    bench.add(request("old", range(4), max_tokens=20))
+    bench.step()
+    bench.add(request("new", range(100, 130)))
+    plan = bench.scheduler.plan()
+    assert plan is not None
+    assert [(item.request_id, len(item.token_ids)) for item in plan.slices] == [("old", 1), ("new", 5)]
+
+
+def test_a_prefix_hit_saves_work_but_never_the_last_token() -> None:
+    bench = Bench()
+    prompt = tuple(range(16))
+    bench.add(request("first", prompt, max_tokens=1))
+    bench.run()
+    before = bench.memory.computed_tokens
+    bench.add(request("again", prompt, max_tokens=1))
+    bench.run()
+    assert bench.memory.computed_tokens - before == BLOCK_SIZE  # 3 of 4 blocks hit, the last one is computed
+    assert bench.outputs["again"] == bench.outputs["first"]
+
+
+def test_salts_do_not_share_and_equal_salts_do() -> None:
+    bench = Bench()
+    prompt = tuple(range(16))
+    counts = []
+    for number, salt in enumerate(["x", "y", "x"]):
+        before = bench.memory.computed_tokens
+        bench.add(request(f"r{number}", prompt, max_tokens=1, salt=salt))
+        bench.run()
+        counts.append(bench.memory.computed_tokens - before)
+    assert counts == [16, 16, 4]
+
+
+def test_nothing_is_findable_before_it_is_computed() -> None:
+    bench = Bench(token_budget=8)
+    prompt = tuple(range(32))
+    bench.add(request("a", prompt))
+    plan = bench.scheduler.plan()
+    assert plan is not None
+    assert bench.pool.cached_hashes() == ()
+    bench.take(bench.scheduler.commit(plan, bench.memory.run(plan)))
+    assert len(bench.pool.cached_hashes()) == 2
+
+
+def test_the_youngest_is_preempted_and_still_says_the_same() -> None:
+    bench = Bench(num_blocks=10)
+    prompts = {f"r{number}": tuple(range(number * 10, number * 10 + 8)) for number in range(3)}
+    for name, prompt in prompts.items():
+        bench.add(request(name, prompt, max_tokens=16))
+    bench.run()
+    assert bench.scheduler.num_preemptions > 0
+    for name, prompt in prompts.items():
+        assert bench.outputs[name] == undisturbed(prompt, 16)
+    bench.assert_empty()
+
+
+def test_a_request_that_can_never_fit_is_refused_by_field_and_one_that_just_fits_runs() -> None:
+    bench = Bench(num_blocks=4)
+    with pytest.raises(BadRequest, match="max_tokens"):
+        bench.scheduler.new_sequence(request("r", range(10), max_tokens=7))
+    bench.add(request("r", range(10), max_tokens=6))
+    bench.run()
+    assert bench.outputs["r"] == undisturbed(tuple(range(10)), 6)
+
+
+def test_a_cancel_during_a_step_frees_when_the_step_commits() -> None:
+    bench = Bench()
+    bench.add(request("r", range(10)))
+    plan = bench.scheduler.plan()
+    assert plan is not None
+    bench.scheduler.cancel("r")
+    assert bench.pool.num_used > 0
+    assert bench.take(bench.scheduler.commit(plan, bench.memory.run(plan))) == []
+    bench.assert_empty()
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 4])
+def test_a_cancel_between_steps_frees_at_once(steps: int) -> None:
+    bench = Bench(token_budget=4)
+    bench.add(request("r", range(10)))
+    for _ in range(steps):
+        bench.step()
+    assert bench.scheduler.cancel("r")
+    bench.assert_empty()
+    assert not bench.scheduler.cancel("r")
+
+
+def test_eos_stop_ids_and_ignore_eos() -> None:
+    prompt = tuple(range(5))
+    plain = undisturbed(prompt, 12)
+    for how, eos, length in (
+        ({}, (plain[3],), 4),
+        ({"ignore_eos": True}, (plain[3],), 12),
+        ({"stop_token_ids": (plain[5],)}, (), 6),
+    ):
+        bench = Bench(eos=eos)
+        bench.add(request("r", prompt, max_tokens=12, **how))
+        bench.run()
+        assert bench.outputs["r"] == plain[:length]
+        assert bench.finished["r"] is (FinishReason.STOP if length < 12 else FinishReason.LENGTH)
+
+
+def test_until_min_tokens_eos_and_stop_ids_are_banned() -> None:
+    bench = Bench(eos=(7,))
+    bench.add(request("r", range(5), max_tokens=12, min_tokens=3, stop_token_ids=(9,)))
+    banned = []
+    for _ in range(5):
+        plan = bench.scheduler.plan()
+        assert plan is not None
+        sample = plan.slices[0].sample
+        assert sample is not None
+        banned.append(set(sample.banned_token_ids))
+        bench.take(bench.scheduler.commit(plan, bench.memory.run(plan)))
+    assert banned == [{7, 9}, {7, 9}, {7, 9}, set(), set()]
+
+
+def test_a_prefill_only_sequence_hands_its_blocks_over() -> None:
+    bench = Bench(token_budget=8)
+    bench.add(request("r", range(10)), prefill_only=True)
+    first, second = bench.step(), bench.step()
+    assert [item.handed_over for item in first + second] == [False, True]
+    assert bench.outputs["r"] == undisturbed(tuple(range(10)), 1)
+    assert bench.pool.num_used == 3
+    bench.pool.release(second[0].block_table)
+    bench.assert_empty()
+
+
+def test_a_landed_sequence_decodes_without_computing_its_prompt() -> None:
+    bench = Bench()
+    prompt = tuple(range(10))
+    blocks = bench.pool.allocate(3)
+    assert blocks is not None
+    for position, token in enumerate(prompt):
+        bench.memory.slots[blocks[position // BLOCK_SIZE], position % BLOCK_SIZE] = token
+    expected = undisturbed(prompt, 8)
+    sequence = bench.scheduler.new_sequence(request("r", prompt))
+    assert bench.scheduler.add_landed(sequence, blocks, expected[0]) is None
+    bench.outputs["r"].append(expected[0])
+    bench.run()
+    assert bench.outputs["r"] == expected
+    assert bench.memory.computed_tokens == 7  # one for each token but the first
+    bench.assert_empty()
+
+
+def test_a_landed_sequence_that_its_first_token_ends_is_released() -> None:
+    bench = Bench()
+    blocks = bench.pool.allocate(3)
+    sequence = bench.scheduler.new_sequence(request("r", range(10), max_tokens=1))
+    assert blocks is not None
+    assert bench.scheduler.add_landed(sequence, blocks, 5) is FinishReason.LENGTH
+    bench.assert_empty()
+
+
+def test_two_steps_are_never_in_flight() -> None:
+    bench = Bench()
+    bench.add(request("r", range(10)))
+    plan = bench.scheduler.plan()
+    assert plan is not None
+    with pytest.raises(InvariantBroken):
+        bench.scheduler.plan()
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 2**32))
+def test_any_mix_says_what_each_says_alone(seed: int) -> None:
+    """Random arrivals, shared prefixes, cancels in and between steps, pools too small for all, any budget."""
+    rng = random.Random(seed)
+    bench = Bench(rng.randrange(12, 40), rng.choice([1, 2, 5, 16, 64]), rng.choice([1, 3, 64]))
+    shared = tuple(rng.randrange(1000) for _ in range(12))
+    wanted: dict[str, tuple[tuple[int, ...], int]] = {}
+    cancelled = set()
+    for number in range(rng.randrange(1, 12)):
+        prompt = shared[: rng.randrange(13)] + tuple(rng.randrange(1000) for _ in range(rng.randrange(1, 15)))
+        wanted[f"r{number}"] = (prompt, rng.randrange(1, 20))
+    waiting = list(wanted)
+    for _ in range(3000):
+        if waiting and rng.random() < 0.3:
+            name = waiting.pop()
+            bench.add(request(name, wanted[name][0], max_tokens=wanted[name][1]))
+        plan = bench.scheduler.plan()
+        if rng.random() < 0.05:
+            name = rng.choice(list(wanted))
+            if bench.scheduler.cancel(name):
+                cancelled.add(name)
+        if plan is not None:
+            bench.take(bench.scheduler.commit(plan, bench.memory.run(plan)))
+        elif not waiting:
+            break
+    bench.assert_empty()
+    for name, (prompt, max_tokens) in wanted.items():
+        alone = undisturbed(prompt, max_tokens)
+        said = bench.outputs[name]
+        assert said == (alone[: len(said)] if name in cancelled else alone)

@@ -1,0 +1,340 @@
+"""One request's way through the workers, told step by step; and any order of answers, losses and cancels."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from core.errors import BadRequest, Rejected, RejectReason, TransferFailed, WorkerLost
+from core.handoff import HandoffTicket
+from core.membership import Role, WorkerInfo, WorkerLoad, WorkerRef
+from core.messages import (
+    CancelRequest,
+    PeerConnected,
+    Refused,
+    RefuseReason,
+    ReserveBlocks,
+    Reserved,
+    StartGeneration,
+    StartPrefill,
+    StepOutput,
+)
+from core.request import FinishReason, GenerateRequest, Placement, SamplingParams, StopConditions, TokenDelta
+from router.dispatcher import Deliver, Dispatcher, DispatcherConfig, Effect, Fail, Planned, Send
+from router.policy.choose import ChoiceReason
+from router.view import ClusterView
+
+IDLE = WorkerLoad()
+
+
+class Cluster:
+    """A dispatcher and its workers' half of the talk, by hand."""
+
+    def __init__(self, *names: str, **config) -> None:
+        self.view = ClusterView()
+        self.dispatcher = Dispatcher(DispatcherConfig(**config), self.view)
+        self.refs: dict[str, WorkerRef] = {}
+        for name in names:
+            self.join(name)
+
+    def join(self, name: str, life: str = "1") -> list[Effect]:
+        role = Role.PREFILL if name.startswith("p") else Role.DECODE
+        ref = WorkerRef(name, life)
+        self.view.register(WorkerInfo(ref, role, f"{name}:1", b"id", 16, 1024, 100, 1024))
+        self.view.ready(ref)
+        self.refs[name] = ref
+        effects = self.dispatcher.serve_queue()
+        for other in self.refs.values():
+            if other != ref:
+                effects += self.dispatcher.answered(ref, PeerConnected(other, "cma", 1.0), 0.0)
+                effects += self.dispatcher.answered(other, PeerConnected(ref, "cma", 1.0), 0.0)
+        return effects
+
+    def submit(self, name: str = "r", placement: Placement = Placement.AUTO, now: float = 0.0) -> list[Effect]:
+        return self.dispatcher.submit(request(name), placement, now)
+
+    def say(self, name: str, *deltas: TokenDelta) -> list[Effect]:
+        return self.dispatcher.answered(self.refs[name], StepOutput(deltas, IDLE), 0.0)
+
+    def reserved(self, attempt: str = "r#1", decode: str = "d1") -> list[Effect]:
+        ticket = HandoffTicket(attempt, self.refs[decode], 1, 0, (1, 2))
+        return self.dispatcher.answered(self.refs[decode], Reserved(attempt, ticket), 0.0)
+
+    def assert_idle(self) -> None:
+        assert self.dispatcher.num_open == 0
+        assert self.dispatcher._attempts == {}
+        for worker in self.view.workers():
+            assert (worker.open_requests, worker.open_tokens) == (0, 0)
+
+
+def request(name: str = "r") -> GenerateRequest:
+    return GenerateRequest(name, tuple(range(20)), SamplingParams(0.0), StopConditions(max_tokens=8))
+
+
+def delta(position: int, *tokens: int, attempt: str = "r#1", finish: FinishReason | None = None) -> TokenDelta:
+    return TokenDelta(attempt, position, tokens, finish)
+
+
+def commands(effects: list[Effect]) -> list[object]:
+    return [effect.command for effect in effects if isinstance(effect, Send)]
+
+
+def delivered(effects: list[Effect]) -> list[tuple[int, tuple[int, ...]]]:
+    return [(effect.delta.position, effect.delta.token_ids) for effect in effects if isinstance(effect, Deliver)]
+
+
+def failure(effects: list[Effect]) -> Exception:
+    (fail,) = [effect for effect in effects if isinstance(effect, Fail)]
+    return fail.error
+
+
+def test_a_request_is_reserved_prefilled_and_decoded() -> None:
+    cluster = Cluster("p1", "d1")
+    planned, send = cluster.submit()
+    assert isinstance(planned, Planned) and planned.choice.reason is ChoiceReason.PREFILL_POOL
+    assert isinstance(send, Send) and isinstance(send.command, ReserveBlocks)
+    assert (send.worker, send.command.source, send.command.handoff_id) == (
+        cluster.refs["d1"], cluster.refs["p1"], "r#1",
+    )  # fmt: skip
+    (prefill,) = commands(cluster.reserved())
+    assert isinstance(prefill, StartPrefill) and prefill.ticket.block_ids == (1, 2)
+    assert delivered(cluster.say("p1", delta(0, 50))) == [(0, (50,))]
+    assert delivered(cluster.say("d1", delta(1, 51))) == [(1, (51,))]
+    last = cluster.say("d1", delta(2, 52, finish=FinishReason.LENGTH))
+    assert delivered(last) == [(2, (52,))]
+    assert commands(last) == []
+    cluster.assert_idle()
+
+
+def test_decode_that_overtakes_the_first_token_is_held_back() -> None:
+    cluster = Cluster("p1", "d1")
+    cluster.submit()
+    cluster.reserved()
+    assert delivered(cluster.say("d1", delta(1, 51), delta(2, 52))) == []
+    assert delivered(cluster.say("p1", delta(0, 50))) == [(0, (50,)), (1, (51,)), (2, (52,))]
+
+
+def test_each_position_is_delivered_once() -> None:
+    cluster = Cluster("d1")
+    cluster.submit()
+    assert delivered(cluster.say("d1", delta(0, 50), delta(0, 50))) == [(0, (50,))]
+    assert delivered(cluster.say("d1", delta(0, 50), delta(1, 51))) == [(1, (51,))]
+
+
+def test_a_first_token_that_ends_the_request_recalls_decode() -> None:
+    cluster = Cluster("p1", "d1")
+    cluster.submit()
+    cluster.reserved()
+    effects = cluster.say("p1", delta(0, 50, finish=FinishReason.STOP))
+    assert delivered(effects) == [(0, (50,))]
+    assert [(effect.worker, effect.command) for effect in effects if isinstance(effect, Send)] == [
+        (cluster.refs["d1"], CancelRequest("r#1"))
+    ]
+    cluster.assert_idle()
+
+
+@pytest.mark.parametrize(
+    ("workers", "placement", "kind", "reason"),
+    [
+        (("p1", "d1"), Placement.LOCAL, StartGeneration, ChoiceReason.ASKED),
+        (("p1", "d1"), Placement.REMOTE, ReserveBlocks, ChoiceReason.ASKED),
+        (("d1",), Placement.AUTO, StartGeneration, ChoiceReason.NO_PREFILL_WORKER),
+    ],
+)
+def test_placement(workers, placement, kind, reason) -> None:
+    planned, send = Cluster(*workers).submit(placement=placement)
+    assert isinstance(send, Send) and isinstance(send.command, kind)
+    assert isinstance(planned, Planned) and planned.choice.reason is reason
+
+
+def test_remote_waits_for_a_prefill_worker_and_is_served_when_one_is_paired() -> None:
+    cluster = Cluster("d1")
+    assert cluster.submit(placement=Placement.REMOTE) == []
+    assert any(isinstance(command, ReserveBlocks) for command in commands(cluster.join("p1")))
+
+
+def test_an_unpaired_prefill_worker_is_not_chosen() -> None:
+    cluster = Cluster("p1", "d1")
+    cluster.view.get(cluster.refs["d1"]).peers.clear()
+    planned, _send = cluster.submit()
+    assert isinstance(planned, Planned) and planned.choice.reason is ChoiceReason.NO_PREFILL_WORKER
+
+
+def test_load_is_spread_by_what_was_given_out_not_by_reports() -> None:
+    cluster = Cluster("p1", "p2", "d1", "d2")
+    chosen = []
+    for number in range(4):
+        planned = cluster.submit(f"r{number}")[0]
+        assert isinstance(planned, Planned)
+        chosen.append((planned.choice.prefill.worker_id, planned.choice.decode.worker_id))
+    assert sorted(chosen) == [("p1", "d1"), ("p1", "d1"), ("p2", "d2"), ("p2", "d2")]
+
+
+def test_no_worker_is_a_bounded_wait_then_a_rejection_with_its_reason() -> None:
+    cluster = Cluster(queue_timeout_s=5.0)
+    assert cluster.submit() == []
+    assert cluster.dispatcher.tick(4.9) == []
+    error = failure(cluster.dispatcher.tick(5.0))
+    assert isinstance(error, Rejected) and error.reason is RejectReason.NO_WORKER
+    cluster.assert_idle()
+
+
+def test_full_is_a_rejection_and_one_fewer_is_not() -> None:
+    cluster = Cluster("d1", max_open_requests=1)
+    cluster.submit("r1")
+    with pytest.raises(Rejected, match="queue_full"):
+        cluster.submit("r2")
+    cluster.dispatcher.cancel("r1")
+    assert cluster.submit("r2")
+
+
+def test_an_id_in_use_is_refused() -> None:
+    cluster = Cluster("d1")
+    cluster.submit()
+    with pytest.raises(BadRequest, match="request_id"):
+        cluster.submit()
+
+
+@pytest.mark.parametrize("stage", ["queued", "reserving", "prefilling", "decoding"])
+def test_a_cancel_reaches_every_worker_that_holds_something(stage: str) -> None:
+    cluster = Cluster(*(() if stage == "queued" else ("p1", "d1")))
+    cluster.submit()
+    if stage in ("prefilling", "decoding"):
+        cluster.reserved()
+    if stage == "decoding":
+        cluster.say("p1", delta(0, 50))
+    told = {effect.worker.worker_id for effect in cluster.dispatcher.cancel("r") if isinstance(effect, Send)}
+    assert told == {"queued": set(), "decoding": {"d1"}}.get(stage, {"d1", "p1"})
+    cluster.assert_idle()
+
+
+@pytest.mark.parametrize("dead", ["p1", "d1"])
+def test_a_worker_lost_before_the_first_token_is_planned_again_elsewhere(dead: str) -> None:
+    cluster = Cluster("p1", "d1", "p2", "d2")
+    planned = cluster.submit()[0]
+    assert isinstance(planned, Planned)
+    lost = planned.choice.prefill if dead == "p1" else planned.choice.decode
+    effects = cluster.dispatcher.worker_lost(lost, 0.0)
+    again = next(effect for effect in effects if isinstance(effect, Planned))
+    assert again.attempt == 2
+    assert lost not in (again.choice.prefill, again.choice.decode)
+    assert delivered(cluster.say(again.choice.prefill.worker_id, delta(0, 9, attempt="r#1"))) == []
+
+
+def test_a_decode_worker_lost_after_the_first_token_ends_the_request_with_a_clear_error() -> None:
+    cluster = Cluster("p1", "d1")
+    cluster.submit()
+    cluster.reserved()
+    cluster.say("p1", delta(0, 50))
+    error = failure(cluster.dispatcher.worker_lost(cluster.refs["d1"], 0.0))
+    assert isinstance(error, WorkerLost) and error.worker_id == "d1"
+    cluster.assert_idle()
+
+
+def test_a_prefill_worker_lost_after_its_first_token_ends_nothing() -> None:
+    cluster = Cluster("p1", "d1")
+    cluster.submit()
+    cluster.reserved()
+    cluster.say("p1", delta(0, 50))
+    assert cluster.dispatcher.worker_lost(cluster.refs["p1"], 0.0) == []
+    assert delivered(cluster.say("d1", delta(1, 51))) == [(1, (51,))]
+
+
+def test_refusals() -> None:
+    for reason, kind in (
+        (RefuseReason.BAD_REQUEST, BadRequest),
+        (RefuseReason.NO_BLOCKS, Rejected),
+    ):
+        cluster = Cluster("d1")
+        cluster.submit()
+        refused = cluster.dispatcher.answered(cluster.refs["d1"], Refused("r#1", reason, "why"), 0.0)
+        assert isinstance(failure(refused), kind)
+        cluster.assert_idle()
+
+
+def test_a_failed_transfer_is_planned_again_until_attempts_run_out() -> None:
+    cluster = Cluster("p1", "d1", max_attempts=2)
+    cluster.submit()
+    cluster.reserved()
+    first = cluster.dispatcher.answered(cluster.refs["d1"], Refused("r#1", RefuseReason.TRANSFER_FAILED, "x"), 0.0)
+    assert CancelRequest("r#1") in commands(first)
+    second = cluster.dispatcher.answered(cluster.refs["d1"], Refused("r#2", RefuseReason.TRANSFER_FAILED, "x"), 0.0)
+    assert isinstance(failure(second), TransferFailed)
+    cluster.assert_idle()
+
+
+def test_a_draining_worker_takes_nothing_new_and_its_refusal_is_planned_elsewhere() -> None:
+    cluster = Cluster("d1", "d2")
+    planned = cluster.submit()[0]
+    assert isinstance(planned, Planned)
+    first = planned.choice.decode
+    again = cluster.dispatcher.answered(first, Refused("r#1", RefuseReason.DRAINING), 0.0)
+    assert [effect.choice.decode for effect in again if isinstance(effect, Planned)] != [first]
+    assert all(
+        isinstance(effect, Send) or effect.choice.decode != first
+        for effect in cluster.submit("next")
+        if isinstance(effect, Planned | Send)
+    )
+
+
+def test_a_gone_incarnation_cannot_register_again_and_a_new_one_can() -> None:
+    cluster = Cluster("d1")
+    cluster.dispatcher.worker_lost(cluster.refs["d1"], 0.0)
+    with pytest.raises(BadRequest, match="gone"):
+        cluster.join("d1", life="1")
+    cluster.join("d1", life="2")
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 2**32))
+def test_in_any_order_of_answers_losses_and_cancels_nothing_stays_on_the_books(seed: int) -> None:
+    rng = random.Random(seed)
+    cluster = Cluster("p1", "p2", "d1", "d2")
+    seen: defaultdict[str, int] = defaultdict(int)
+    open_requests: set[str] = set()
+    lives = 1
+
+    def take(effects: list[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, Deliver):
+                assert effect.delta.position == seen[effect.request_id]
+                seen[effect.request_id] += len(effect.delta.token_ids)
+                if effect.delta.finish_reason is not None:
+                    open_requests.discard(effect.request_id)
+            elif isinstance(effect, Fail):
+                assert effect.request_id in open_requests
+                open_requests.discard(effect.request_id)
+            elif isinstance(effect, Send):
+                assert cluster.view.get(effect.worker) is not None, "a command to a worker that is gone"
+
+    for step in range(120):
+        name, worker = f"r{rng.randrange(6)}", rng.choice(["p1", "p2", "d1", "d2"])
+        attempt = f"{name}#{rng.randrange(1, 4)}"
+        match rng.randrange(7):
+            case 0 if name not in open_requests:
+                open_requests.add(name)
+                seen[name] = 0
+                take(cluster.submit(name, rng.choice(list(Placement)), float(step)))
+            case 1:
+                take(cluster.reserved(attempt, rng.choice(["d1", "d2"])))
+            case 2 | 3:
+                finish = rng.choice([None, None, None, FinishReason.LENGTH])
+                take(cluster.say(worker, delta(seen[name] + rng.randrange(3), 5, attempt=attempt, finish=finish)))
+            case 4:
+                reason = rng.choice(list(RefuseReason))
+                take(cluster.dispatcher.answered(cluster.refs[worker], Refused(attempt, reason), float(step)))
+            case 5:
+                open_requests.discard(name)
+                take(cluster.dispatcher.cancel(name))
+            case 6 if rng.random() < 0.5:
+                lives += 1
+                take(cluster.dispatcher.worker_lost(cluster.refs[worker], float(step)))
+                take(cluster.join(worker, life=str(lives)))
+        assert cluster.dispatcher.num_open == len(open_requests)
+    take(cluster.dispatcher.tick(1e6))
+    assert open_requests == set()
+    cluster.assert_idle()
