@@ -143,6 +143,7 @@ def _write_folder(metadata: _Metadata, folder: Path, progress: Progress) -> None
     config["tie_word_embeddings"] = "lm_head.weight" not in tensors
     progress("writing the weights")
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "model.safetensors").chmod(0o644)  # safetensors writes 0600; the other files are readable by all
     _write_json(folder / "config.json", config)
 
 

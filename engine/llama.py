@@ -74,7 +74,7 @@ class LlamaModel:
         config = self.config
         projected = self._linear(self._norm(residual, layer.attention_norm), layer.qkv)[:num_tokens]
         heads = projected.view(num_tokens, -1, config.head_dim)
-        queries, keys, values = heads.split((config.num_heads, config.num_kv_heads, config.num_kv_heads), dim=1)
+        queries, keys, values = torch.split(heads, (config.num_heads, config.num_kv_heads, config.num_kv_heads), dim=1)
         attention.write_kv(index, rotation.apply(keys.float()).to(keys.dtype), values)
         attended = attention.attend(index, rotation.apply(queries.float()))
         return self._linear(_pad_rows(attended.view(num_tokens, -1)), layer.output).float()
@@ -82,7 +82,7 @@ class LlamaModel:
     def _feed_forward(self, layer: LayerWeights, residual: torch.Tensor) -> torch.Tensor:
         """[num_rows, hidden_size], float32, in and out."""
         gate, up = self._linear(self._norm(residual, layer.feed_forward_norm), layer.gate_up).float().chunk(2, dim=-1)
-        return self._linear(functional.silu(gate).mul_(up), layer.down).float()
+        return self._linear(functional.silu(gate, inplace=True).mul_(up), layer.down).float()
 
     def _norm(self, rows: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         """RMSNorm of float32 rows (arXiv:1910.07467)."""

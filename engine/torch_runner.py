@@ -125,11 +125,11 @@ class TorchModelRunner:
             raise InvariantBroken(
                 f"request {item.request_id}: {len(item.block_table)} blocks do not cover {item.end} tokens"
             )
-        if not (0 <= min(item.block_table) and max(item.block_table) < num_blocks):
+        if min(item.block_table) < 0 or max(item.block_table) >= num_blocks:
             raise InvariantBroken(f"request {item.request_id}: a block id lies outside the pool of {num_blocks}")
         if item.end > self.max_context_tokens:
             raise InvariantBroken(f"request {item.request_id}: {item.end} tokens exceed the model's context")
-        if not (0 <= min(item.token_ids) and max(item.token_ids) < self.vocab_size):
+        if min(item.token_ids) < 0 or max(item.token_ids) >= self.vocab_size:
             raise InvariantBroken(f"request {item.request_id}: a token id lies outside the vocabulary")
 
 

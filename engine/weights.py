@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from core.errors import BadModel
 
@@ -179,8 +179,8 @@ class _TensorFiles:
         self._file_of: dict[str, Any] = {}
         for path in self._paths():
             try:
-                opened = safe_open(path, framework="pt")
-            except Exception as error:  # safetensors raises its own type, OSError or FileNotFoundError
+                opened: Any = safe_open(path, framework="pt")
+            except (OSError, SafetensorError) as error:
                 raise BadModel(f"{path.name}: cannot be read as safetensors: {error}") from error
             self._file_of |= dict.fromkeys(opened.keys(), opened)
 

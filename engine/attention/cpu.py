@@ -18,7 +18,7 @@ from engine.attention.backend import AttentionBatch
 
 SEGMENT_TOKENS = 128  # below MKL's own split of a sum, which would depend on the matrix's shape
 QUERY_TILE_TOKENS = 128  # prefill rows per tile: scores of a tile stay in cache, little is computed above the diagonal
-GATHER_TOKENS = 8192  # context tokens that a decode tile gathers at most: its keys and values stay in cache
+GATHER_TOKENS = 2048  # padded context that a decode tile gathers at most: its keys and values stay in cache
 ROW_MULTIPLE = 8  # MKL takes other kernels, with another order of sums, below 4 rows
 
 
@@ -42,6 +42,25 @@ class _Tile:
     first_hidden: int
 
 
+class _Scratch:
+    """Memory that gathers reuse: fresh memory of this size costs more in page faults than the copy itself."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._gathered = torch.empty(0, dtype=dtype)
+        self._converted = torch.empty(0)
+
+    def gather(self, source: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """source[rows] in float32, valid until the next call."""
+        if self._gathered.numel() < len(rows) * source.shape[1]:
+            self._gathered = torch.empty(len(rows) * source.shape[1], dtype=source.dtype)
+            self._converted = torch.empty(self._gathered.shape)
+        gathered = self._gathered[: len(rows) * source.shape[1]].view(len(rows), -1)
+        torch.index_select(source, 0, rows, out=gathered)
+        if source.dtype == torch.float32:
+            return gathered
+        return self._converted[: gathered.numel()].view_as(gathered).copy_(gathered)
+
+
 class CpuAttention:
     """Backend over a pool in host memory: gathers pages into padded batches, then multiplies matrices.
 
@@ -56,6 +75,7 @@ class CpuAttention:
         self.num_heads = num_heads
         self.pool_runs = pool.view(-1, self.block_size * self.head_dim)  # one row: a block of one head's keys or values
         self.pool_slots = pool.view(-1, self.head_dim)  # one row: one token of one head
+        self.scratch = (_Scratch(pool.dtype), _Scratch(pool.dtype))  # of keys, of values
 
     def begin_step(self, batch: AttentionBatch) -> CpuStepAttention:
         """See AttentionBackend."""
@@ -108,13 +128,16 @@ class CpuStepAttention:
         return self._from_rows(tile, _weighted_mean(scores, values))
 
     def _gather(self, tile: _Tile, half: int) -> torch.Tensor:
-        """Keys (even half) or values (odd half) of a layer: [num_sequences * num_kv_heads, context, head_dim], float32."""
+        """Keys (even half) or values (odd half) of a layer, good until the same half is gathered again.
+
+        Returns: [num_sequences * num_kv_heads, context, head_dim], float32.
+        """
         backend = self._backend
-        runs = backend.pool_runs.index_select(0, tile.pool_rows + half * backend.num_kv_heads)
-        return runs.float().view(-1, tile.context, backend.head_dim)
+        runs = backend.scratch[half % 2].gather(backend.pool_runs, tile.pool_rows + half * backend.num_kv_heads)
+        return runs.view(-1, tile.context, backend.head_dim)
 
     def _to_rows(self, tile: _Tile, queries: torch.Tensor) -> torch.Tensor:
-        """Queries that share a KV head become rows of one matrix: [num_sequences * num_kv_heads, num_rows, head_dim]."""
+        """Queries that share a KV head as rows of one matrix, [num_sequences * num_kv_heads, num_rows, head_dim]."""
         backend = self._backend
         grouped = queries.view(tile.num_sequences, tile.num_queries, backend.num_kv_heads, -1, backend.head_dim)
         rows = grouped.transpose(1, 2).reshape(tile.num_sequences * backend.num_kv_heads, -1, backend.head_dim)
