@@ -74,7 +74,7 @@ class LlamaModel:
         config = self.config
         projected = self._linear(self._norm(residual, layer.attention_norm), layer.qkv)[:num_tokens]
         heads = projected.view(num_tokens, -1, config.head_dim)
-        queries, keys, values = torch.split(heads, (config.num_heads, config.num_kv_heads, config.num_kv_heads), dim=1)
+        queries, keys, values = torch.split(heads, [config.num_heads, config.num_kv_heads, config.num_kv_heads], dim=1)
         attention.write_kv(index, rotation.apply(keys.float()).to(keys.dtype), values)
         attended = attention.attend(index, rotation.apply(queries.float()))
         return self._linear(_pad_rows(attended.view(num_tokens, -1)), layer.output).float()
