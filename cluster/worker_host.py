@@ -42,7 +42,7 @@ from decode_worker.service import DecodeService
 from decode_worker.session import DecodeConfig, DecodeSession
 from engine.loop import EngineLoop
 from engine.scheduler import Progress
-from kv_transfer.driver import HandoffDriver
+from kv_transfer.driver import HandoffDriver, Outcome
 from kv_transfer.effects import LeaseConfig
 from kv_transfer.nixl import NixlTransport
 from kv_transfer.pool import MemoryPool
@@ -122,9 +122,7 @@ class WorkerHost:
         engine, send = self._engine, self._streams.send
         self._role: PrefillService | DecodeService
         if self._config.role is Role.PREFILL:
-            min_fetch_blocks = PrefillConfig.min_fetch_blocks if self._config.redis_url else 0
-            prefill_config = PrefillConfig(min_fetch_blocks=min_fetch_blocks, block_bytes=engine.block_bytes)
-            prefill = PrefillSession(prefill_config, engine.scheduler, self._handoffs)
+            prefill = PrefillSession(PrefillConfig(block_bytes=engine.block_bytes), engine.scheduler, self._handoffs)
             self._role = PrefillService(
                 prefill, self._driver, self._index, self._peers.is_connected, send, self._wake, time.monotonic
             )
@@ -174,6 +172,7 @@ class WorkerHost:
                 self._peers.joined(worker)
             case PeerDead(worker):
                 self._spawn(self._peers.dead(worker))
+                self._spawn(self._index.purge(worker))
             case CancelRequest(request_id):
                 self._role.command(command)
                 self._streams.disown(request_id)
@@ -196,7 +195,7 @@ class WorkerHost:
                 self._streams.disown(item.request_id)
         self._publish()
 
-    def _handoff_ended(self, outcome: object) -> None:
+    def _handoff_ended(self, outcome: Outcome) -> None:
         self._role.handoff_ended(outcome)
 
     def _wake(self) -> None:

@@ -13,8 +13,8 @@ from core.messages import (
     CancelRequest,
     Refused,
     RefuseReason,
-    Reserved,
     ReserveBlocks,
+    Reserved,
     StartGeneration,
     StartPrefill,
 )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
-from typing import Protocol
 
 from core.errors import TransferFailed, WorkerLost
 from core.handoff import BlocksPushed
@@ -21,17 +20,14 @@ Clock = Callable[[], float]
 Outcome = SourceEnded | TargetLanded | TargetFailed
 
 
-class OutcomeHandler(Protocol):
-    """The role's session: told of every hand-off that ended; its answers to that are its own to perform."""
-
-    def __call__(self, outcome: Outcome) -> None: ...
-
-
 class HandoffDriver:
-    """One worker's hand-offs over one transport. All calls come from one asyncio loop."""
+    """One worker's hand-offs over one transport. All calls come from one asyncio loop.
+
+    on_outcome: told of every hand-off that ended. `on_peer_lost`: of every peer that cannot be reached any more.
+    """
 
     def __init__(
-        self, transport: Transport, sessions: HandoffSessions, clock: Clock, on_outcome: OutcomeHandler
+        self, transport: Transport, sessions: HandoffSessions, clock: Clock, on_outcome: Callable[[Outcome], None]
     ) -> None:
         self._transport = transport
         self._sessions = sessions

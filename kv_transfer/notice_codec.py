@@ -39,7 +39,8 @@ def encode_notice(notice: HandoffNotice) -> bytes:
             message.push_prefix.SetInParent()
         case _:
             assert_never(notice.body)
-    return message.SerializeToString()
+    payload: bytes = message.SerializeToString()
+    return payload
 
 
 def decode_notice(payload: bytes) -> HandoffNotice | None:

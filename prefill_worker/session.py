@@ -40,7 +40,7 @@ Effect = KvEffect | Refused | LookUpPrefix
 
 @dataclass(frozen=True, slots=True)
 class PrefillConfig:
-    """min_fetch_blocks: fewer missing blocks than this are computed, not fetched; 0 switches fetching off.
+    """min_fetch_blocks: fewer missing blocks than this are computed, not fetched.
     fetch_timeout_s: how long a request waits for a holder's push. block_bytes: of one KV block."""
 
     min_fetch_blocks: int = 4
@@ -89,7 +89,7 @@ class PrefillSession:
         self._request_of[ticket.handoff_id] = request.request_id
         hashes = sequence.reusable_hashes()
         local = self._scheduler.pool.match(hashes)
-        if self._config.min_fetch_blocks and len(hashes) - len(local) >= self._config.min_fetch_blocks:
+        if len(hashes) - len(local) >= self._config.min_fetch_blocks:
             self._scheduler.pool.hold(local)
             prefill.hits = local
             return [*effects, LookUpPrefix(request.request_id, tuple(hashes))]

@@ -7,11 +7,11 @@ import secrets
 import time
 
 from aiohttp import web
-from engine.tokenizer import Tokenizer
 from prometheus_client import CollectorRegistry
 from tandem.v1 import worker_pb2_grpc
 
 from engine.digest import weights_digest
+from engine.tokenizer import Tokenizer
 from engine.weights import ModelConfig
 from router.config import RouterConfig, RouterEndpoints
 from router.front.generation import Front

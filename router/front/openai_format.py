@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any, Final, Protocol
 
 from core.request import FinishReason
@@ -100,7 +101,8 @@ class Answer:
 
     def delta_frames(self, delta: TextDelta) -> bytes:
         """The chunks for one delta: text, then the finish by itself, as OpenAI sends them."""
-        frames = self._chunk(self._shape.piece(delta.text, None), delta.usage) if delta.text else b""
+        piece = self._with_token_ids(self._shape.piece(delta.text, None), delta.token_ids)
+        frames = self._chunk(piece, delta.usage) if delta.text or self._body.return_token_ids else b""
         if delta.finish_reason is not None:
             frames += self._chunk(self._shape.piece("", delta.finish_reason), delta.usage)
         return frames
@@ -111,13 +113,14 @@ class Answer:
             return b""
         return frame({**self._chunk_head(), "choices": [], "usage": usage_object(usage)})
 
-    def whole(self, text: str, last: TextDelta) -> dict[str, Any]:
+    def whole(self, text: str, token_ids: Sequence[int], last: TextDelta) -> dict[str, Any]:
         """The answer in one piece."""
         assert last.finish_reason is not None, "only the last delta closes an answer"
+        choice = self._shape.whole(text, last.finish_reason)
         return {
             "object": self._shape.whole_object,
             **self._head,
-            "choices": [self._shape.whole(text, last.finish_reason)],
+            "choices": [self._with_token_ids(choice, token_ids)],
             "usage": usage_object(last.usage),
         }
 
@@ -126,6 +129,10 @@ class Answer:
         if self._body.usage_chunk:
             chunk["usage"] = usage_object(usage) if self._body.usage_in_each_chunk else None
         return frame(chunk)
+
+    def _with_token_ids(self, choice: dict[str, Any], token_ids: Sequence[int]) -> dict[str, Any]:
+        """vLLM's extension of a choice, when the caller asked for it."""
+        return {**choice, "token_ids": list(token_ids)} if self._body.return_token_ids else choice
 
     def _chunk_head(self) -> dict[str, Any]:
         return {"object": self._shape.chunk_object, **self._head}

@@ -108,11 +108,13 @@ class OpenAiEndpoints:
 
     async def _whole(self, body: Body, request: GenerateRequest, answer: Answer, meter: Meter) -> web.Response:
         pieces: list[str] = []
+        token_ids: list[int] = []
         async with aclosing(self._front.generate(request, body.placement, meter)) as deltas:
             async for delta in deltas:
                 pieces.append(delta.text)
+                token_ids += delta.token_ids
                 if delta.finish_reason is not None:
-                    return web.json_response(answer.whole("".join(pieces), delta))
+                    return web.json_response(answer.whole("".join(pieces), token_ids, delta))
         raise AssertionError("Front.generate ends with a finish reason or an error")
 
     async def _stream(

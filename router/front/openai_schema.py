@@ -140,6 +140,7 @@ class Body(_Strict):
     presence_penalty: AbsentOrZero = None
     frequency_penalty: AbsentOrZero = None
     logit_bias: AbsentOrEmptyMap = None
+    return_token_ids: bool | None = None
     tandem: TandemOptions | None = None
 
     @property
