@@ -1,6 +1,6 @@
 """What runs inside a Ray actor process: a host object, its log file, its thread settings. Knows neither Ray nor torch.
 
-The host (cluster.worker_host.WorkerHost, cluster.router_host.RouterHost) is named by an import path and imported only
+The host (cluster.worker_host.WorkerHost, router.main.RouterProcess) is named by an import path and imported only
 here, in the actor's process: so the launcher never loads torch, and thread settings stand in the environment before
 torch reads them.
 """

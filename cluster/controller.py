@@ -1,7 +1,8 @@
 """Keeps the wanted workers running: performs what the fleet decides, and tells it what happened.
 
 One task per life of a worker: create the actor, start it, watch it. Each outcome goes through one inbox, so the fleet
-sees one event after the other.
+sees one event after the other. A life that is over is buried: its process is killed, seen to be gone, and only then
+reported dead, because from then on the blocks that it could still write are used again.
 """
 
 from __future__ import annotations
@@ -9,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Final, assert_never
 
+from cluster import processes
 from cluster.config import ClusterConfig, WorkerConfig
 from cluster.fleet import (
     DrainWorker,
@@ -27,10 +29,12 @@ from cluster.fleet import (
     WorkerDied,
     WorkerStarted,
 )
+from cluster.processes import Process
 from cluster.ray_runtime import Actor, ActorError, ActorLost
 from core.membership import Life, WorkerInfo, WorkerRef
 
 PING_EVERY_S: Final = 2.0
+KILL_TIMEOUT_S: Final = 2.0
 STOP_TIMEOUT_S: Final = 5.0  # for closing servers, once drained
 
 ActorFailures: Final = (ActorLost, ActorError, TimeoutError)
@@ -38,18 +42,23 @@ ActorFailures: Final = (ActorLost, ActorError, TimeoutError)
 
 Spawn = Callable[[StartWorker], tuple[Actor, WorkerConfig]]  # a new process for this life, and what to tell it
 Listener = Callable[[Event], None]
+ReportDeath = Callable[[WorkerRef], Awaitable[None]]  # told once the process is certainly gone
 
 
 class Controller:
     """Runs in the launcher's event loop: `run` until cancelled, `stop` first for a quiet end."""
 
-    def __init__(self, fleet: Fleet, spawn: Spawn, config: ClusterConfig, listener: Listener) -> None:
+    def __init__(
+        self, fleet: Fleet, spawn: Spawn, config: ClusterConfig, listener: Listener, report_death: ReportDeath
+    ) -> None:
         self._fleet = fleet
         self._spawn = spawn
         self._config = config
         self._listener = listener
+        self._report_death = report_death
         self._inbox: asyncio.Queue[Event] = asyncio.Queue()
         self._actors: dict[WorkerRef, Actor] = {}
+        self._processes: dict[WorkerRef, Process] = {}
         self._lives = asyncio.TaskGroup()
         self._emptied = asyncio.Event()
         self.workers: dict[str, WorkerInfo] = {}  # READY ones, by worker id
@@ -102,8 +111,10 @@ class Controller:
             case DrainWorker(ref):
                 self._lives.create_task(self._drain(self._actors[ref]))
             case ForgetWorker(ref):
-                # A drained one is killed twice: the second time finds nothing.
-                self._actors.pop(ref).kill()
+                actor, process = self._actors.pop(ref), self._processes.pop(ref, None)
+                actor.kill()  # a drained one for the second time: that finds nothing
+                if process is not None:
+                    self._lives.create_task(self._bury(ref, process))
             case WakeAt(at_s):
                 # The loop's clock is time.monotonic.
                 asyncio.get_running_loop().call_at(at_s, self._inbox.put_nowait, Wake())
@@ -113,6 +124,9 @@ class Controller:
     async def _live(self, ref: WorkerRef, actor: Actor, config: WorkerConfig) -> None:
         """One life of one worker, from its process's birth to its end."""
         try:
+            pid = await actor.call("ping", timeout_s=self._config.start_timeout_s)
+            if (process := processes.find(pid)) is not None:
+                self._processes[ref] = process
             info: WorkerInfo = await actor.call("start", config, timeout_s=self._config.start_timeout_s)
         except ActorFailures as error:
             self._inbox.put_nowait(StartFailed(ref, _text(error)))
@@ -138,6 +152,14 @@ class Controller:
         finally:
             death.cancel()
             await asyncio.gather(death, return_exceptions=True)
+
+    async def _bury(self, ref: WorkerRef, process: Process) -> None:
+        """Ray's kill may be lost with Ray's own trouble; ours cannot, and nothing is reported before it is true."""
+        left = await processes.wait_gone([process], KILL_TIMEOUT_S)
+        while left:
+            processes.kill(process)
+            left = await processes.wait_gone([process], KILL_TIMEOUT_S)
+        await self._report_death(ref)
 
     async def _drain(self, actor: Actor) -> None:
         """Let it finish, close it, end its process: its `_watch` then reports the end."""

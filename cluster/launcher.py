@@ -25,9 +25,11 @@ from cluster.fleet import Event, Fleet, StartFailed, StartWorker, WorkerDied, Wo
 from cluster.progress import Progress
 from cluster.ray_runtime import Actor, RayRuntime
 from cluster.router_keeper import RouterKeeper
-from cluster.status_client import RouterUnreachable, fetch_status, missing
+from cluster.status_client import RouterUnreachable, fetch_status, missing, report_death
 from cluster.valkey import EmbeddedValkey
 from core.errors import TandemError
+from core.membership import WorkerRef
+from router.config import RouterConfig
 
 RAY_START_TIMEOUT_S: Final = 60.0
 RAY_STOP_TIMEOUT_S: Final = 15.0
@@ -41,7 +43,7 @@ class Hosts:
     """Import paths of what runs inside the actor processes."""
 
     worker: str = "cluster.worker_host:WorkerHost"
-    router: str = "cluster.router_host:RouterHost"
+    router: str = "router.main:RouterProcess"
 
 
 class StartupFailed(TandemError):
@@ -59,7 +61,7 @@ class Launcher:
         self._ray = RayRuntime(num_actors=len(config.roles) + 1)
         self._valkey: EmbeddedValkey | None = None
         fleet = Fleet(config.roles, SystemRandom())
-        self._controller = Controller(fleet, self._spawn_worker, config, self._heard)
+        self._controller = Controller(fleet, self._spawn_worker, config, self._heard, self._report_death)
         self._router = RouterKeeper(self._spawn_router, config.start_timeout_s, progress.say)
         self._started = asyncio.Event()
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -119,9 +121,7 @@ class Launcher:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 while lack:
                     try:
-                        lack = missing(
-                            await fetch_status(f"{self._config.grpc_host}:{self._config.grpc_port}"), self._config
-                        )
+                        lack = missing(await fetch_status(self._router_address), self._config)
                     except RouterUnreachable as error:
                         lack = str(error)
                     await asyncio.sleep(POLL_S if lack else 0.0)
@@ -160,6 +160,14 @@ class Launcher:
         if self._controller.all_ready:
             self._started.set()
 
+    async def _report_death(self, ref: WorkerRef) -> None:
+        if not self._stopping:
+            await report_death(self._router_address, ref)
+
+    @property
+    def _router_address(self) -> str:
+        return f"{self._config.grpc_host}:{self._config.grpc_port}"
+
     def _spawn_worker(self, order: StartWorker) -> tuple[Actor, WorkerConfig]:
         ref = order.ref
         # Named by its life: the name of a dying one is still taken.
@@ -170,13 +178,22 @@ class Launcher:
             ref.worker_id,
             ref.incarnation,
             order.role,
-            router_address=f"{config.grpc_host}:{config.grpc_port}",
+            router_address=self._router_address,
             cpu_core=self._core_of(ref.worker_id),
         )
 
-    def _spawn_router(self) -> tuple[Actor, ClusterConfig]:
-        name = f"router-{os.urandom(4).hex()}"
-        return self._ray.create(RouterActor, name, self._hosts.router, self._log("router")), self._config
+    def _spawn_router(self) -> tuple[Actor, RouterConfig]:
+        actor = self._ray.create(RouterActor, f"router-{os.urandom(4).hex()}", self._hosts.router, self._log("router"))
+        config = self._config
+        return actor, RouterConfig(
+            model_folder=config.model_folder,
+            model_name=config.served_model_name,
+            http_host=config.http_host,
+            http_port=config.http_port,
+            grpc_host=config.grpc_host,
+            grpc_port=config.grpc_port,
+            drain_timeout_s=config.drain_timeout_s,
+        )
 
     def _core_of(self, worker_id: str) -> int | None:
         """A core of its own, or None where there are fewer cores than workers."""

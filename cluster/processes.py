@@ -51,6 +51,12 @@ def descendants(root_pid: int) -> set[Process]:
     return found
 
 
+def find(pid: int) -> Process | None:
+    """The process that has this pid now."""
+    stat = _read_stat(pid)
+    return stat.process if stat else None
+
+
 def is_alive(process: Process) -> bool:
     """Whether it still runs; a zombie does not."""
     stat = _read_stat(process.pid)
@@ -87,9 +93,9 @@ def adopt_orphans() -> None:
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
-def die_with_parent() -> None:
-    """Between fork and exec: be killed when the thread that forked us ends. Call Popen from a thread that lives on."""
-    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+def die_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
+    """After a fork: get this signal when the thread that forked us ends. Fork in a thread that lives on."""
+    _prctl(PR_SET_PDEATHSIG, number)
 
 
 def _prctl(option: int, value: int) -> None:

@@ -148,7 +148,7 @@ async def settled_blocks(grpc_address: str) -> int:
 
 def transport_of(status: Any) -> str:
     """The lane that the prefill workers' probes found: "cma", "tcp"; several if they differ."""
-    lanes = {peer.transport for item in status.workers for peer in item.peers}
+    lanes = {peer.lane for item in status.workers for peer in item.peers}
     return "+".join(sorted(lanes)) or "unknown"
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from cluster.config import ClusterConfig
 from cluster.launcher import Hosts, Launcher
@@ -13,7 +14,27 @@ from cluster.progress import Progress
 from cluster.self_check import check_parity, check_request
 from cluster.status_client import fetch_status
 
+SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PROMPT: Final = "The capital of France is"
+
+
+def run_until_signal(
+    config: ClusterConfig, run_folder: Path, progress: Progress, self_check: bool, hosts: Hosts | None = None
+) -> None:
+    """`serve` until the first SIGINT, SIGTERM or SIGHUP; more of them change nothing. Raises: as `serve`."""
+    try:
+        asyncio.run(_until_signal(config, run_folder, progress, self_check, hosts))
+    finally:
+        # Everything is down: another Ctrl-C has nothing to break but the interpreter's own end.
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+
+
+async def _until_signal(*details: Any) -> None:
+    stop = asyncio.Event()
+    for number in SIGNALS:
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    await serve(stop, *details)
 
 
 async def serve(

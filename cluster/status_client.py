@@ -1,7 +1,8 @@
-"""Asks the router what it sees."""
+"""Asks the router what it sees, and tells it who died."""
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import grpc
@@ -9,7 +10,7 @@ from tandem.v1 import worker_pb2, worker_pb2_grpc
 
 from cluster.config import ClusterConfig
 from core.errors import TandemError
-from core.membership import Life, Role
+from core.membership import Life, Role, WorkerRef
 
 # A proxy named in the environment must not get calls to our own loopback.
 CHANNEL_OPTIONS = (("grpc.enable_http_proxy", 0),)
@@ -23,10 +24,21 @@ async def fetch_status(address: str, timeout_s: float = 5.0) -> Any:
     """A tandem.v1.GetStatusResponse. Raises: RouterUnreachable."""
     async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
         try:
-            stub = worker_pb2_grpc.RouterServiceStub(channel)  # type: ignore[no-untyped-call]
+            stub = worker_pb2_grpc.RouterServiceStub(channel)
             return await stub.GetStatus(worker_pb2.GetStatusRequest(), timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
             raise RouterUnreachable(f"router at {address}: {error.code().name}: {error.details()}") from None
+
+
+async def report_death(address: str, ref: WorkerRef, timeout_s: float = 5.0) -> None:
+    """Say that the process of this life has ended. A router that does not hear it waits out its own bounds."""
+    request = worker_pb2.ReportDeathRequest(
+        worker=worker_pb2.WorkerRef(worker_id=ref.worker_id, incarnation=ref.incarnation)
+    )
+    async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
+        stub = worker_pb2_grpc.RouterServiceStub(channel)
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            await stub.ReportDeath(request, timeout=timeout_s, wait_for_ready=True)
 
 
 def missing(status: Any, config: ClusterConfig) -> str:

@@ -6,10 +6,6 @@ import argparse
 import asyncio
 from typing import Any, Final
 
-from google.protobuf.json_format import MessageToJson
-
-from cluster.status_client import fetch_status
-
 COLUMNS: Final = ("WORKER", "ROLE", "LIFE", "ADDRESS", "RUNNING", "WAITING", "USED", "FREE", "QUARANTINED", "PEERS")
 
 
@@ -26,6 +22,11 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(arguments: argparse.Namespace) -> int:
     """Ask and print."""
+    # Imported here: the other commands start sooner without gRPC.
+    from google.protobuf.json_format import MessageToJson
+
+    from cluster.status_client import fetch_status
+
     status = asyncio.run(fetch_status(arguments.grpc))
     if arguments.json:
         print(MessageToJson(status, preserving_proto_field_name=True, always_print_fields_with_no_presence=True))
@@ -44,7 +45,7 @@ def table(status: Any) -> str:
 
 def _row(item: Any) -> tuple[str, ...]:
     worker, load = item.worker, item.load
-    peers = ", ".join(f"{peer.peer.worker_id} ({peer.transport}, {peer.probe_gbps:.1f} GB/s)" for peer in item.peers)
+    peers = ", ".join(f"{peer.peer.worker_id} ({peer.lane}, {peer.probe_gbps:.1f} GB/s)" for peer in item.peers)
     counts = (load.running_requests, load.waiting_requests, load.used_blocks, load.free_blocks, load.quarantined_blocks)
     role = {1: "prefill", 2: "decode"}.get(worker.role, "?")  # tandem.v1.Role
     return (worker.ref.worker_id, role, item.life, worker.address, *map(str, counts), peers or "-")

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import os
-import signal
-import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Final
@@ -16,9 +13,9 @@ from cluster.config import DTYPES, TRANSPORTS, ClusterConfig, load_cluster_confi
 from cluster.folders import DEFAULT_MODEL, default_model_folder, new_run_folder
 from cluster.preflight import require_model, resolve_ports
 from cluster.progress import Progress
+from cluster.supervisor import supervise
 
 REDIS_URL_VARIABLE: Final = "TANDEM_REDIS_URL"
-SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -73,30 +70,19 @@ def run(arguments: argparse.Namespace) -> int:
     if config.model_folder == default_model_folder():
         fetch_default_model(config.model_folder, progress)
     require_model(config.model_folder)
-    # Slow to import (gRPC, an HTTP client), and of no use to a call that was refused above.
-    from cluster.serving import serve
-
     run_folder = new_run_folder()
     progress.say(f"logs: {run_folder / 'logs'}")
     # Ray puts the working folder first on its actors' import path: a `core` that happens to lie there must not win.
     os.chdir(run_folder)
-    try:
-        asyncio.run(_until_signal(serve, config, run_folder, progress, not arguments.no_self_check))
-    finally:
-        # Everything is down: another Ctrl-C has nothing to break but the interpreter's own end.
-        for number in SIGNALS:
-            signal.signal(number, signal.SIG_IGN)
-        sys.stdout.flush()
+    return supervise(lambda: _serve(config, run_folder, progress, not arguments.no_self_check))
+
+
+def _serve(config: ClusterConfig, run_folder: Path, progress: Progress, self_check: bool) -> int:
+    # Imported here: slow (gRPC, an HTTP client), and not before the fork that `supervise` makes.
+    from cluster.serving import run_until_signal
+
+    run_until_signal(config, run_folder, progress, self_check)
     return 0
-
-
-async def _until_signal(serve: Any, *details: Any) -> None:
-    """Run `serve` with an event that the first signal sets; more signals change nothing."""
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in SIGNALS:
-        loop.add_signal_handler(number, stop.set)
-    await serve(stop, *details)
 
 
 def _config(arguments: argparse.Namespace) -> ClusterConfig:

@@ -10,9 +10,10 @@ import grpc
 from aiohttp import web
 from tandem.v1 import worker_pb2, worker_pb2_grpc
 
-from cluster.config import ClusterConfig, WorkerConfig
+from cluster.config import WorkerConfig
 from core.errors import BadRequest
 from core.membership import Role, WorkerInfo, WorkerRef
+from router.config import RouterConfig
 
 BLOCK_BYTES = 1024
 BLOCKS_MOVED = 3
@@ -32,7 +33,7 @@ class StubWorkerHost:
         self._announcing = asyncio.create_task(_announce(config, address))
         return WorkerInfo(ref, config.role, address, b"", config.block_size, BLOCK_BYTES, config.num_blocks, 512)
 
-    async def drain(self, timeout_s: float) -> None:
+    async def drain(self, _timeout_s: float) -> None:
         self._announcing.cancel()
 
     async def stop(self) -> None:
@@ -60,7 +61,7 @@ async def _announce(config: WorkerConfig, address: str) -> None:
 class StubRouterHost:
     """Remembers who announced itself, and answers every prompt with the same tokens."""
 
-    async def start(self, config: ClusterConfig) -> None:
+    async def start(self, config: RouterConfig) -> None:
         self._grpc = grpc.aio.server()
         worker_pb2_grpc.add_RouterServiceServicer_to_server(StubRouterService(), self._grpc)
         self._grpc.add_insecure_port(f"{config.grpc_host}:{config.grpc_port}")
@@ -81,11 +82,11 @@ class StubRouterService(worker_pb2_grpc.RouterServiceServicer):
         self._workers: dict[str, Any] = {}
         self._used_blocks = used_blocks
 
-    async def Announce(self, request: Any, context: Any) -> Any:
+    async def Announce(self, request: Any, _context: Any) -> Any:
         self._workers[request.worker.ref.worker_id] = request.worker
         return worker_pb2.AnnounceResponse()
 
-    async def GetStatus(self, request: Any, context: Any) -> Any:
+    async def GetStatus(self, _request: Any, _context: Any) -> Any:
         load = worker_pb2.WorkerLoad(used_blocks=self._used_blocks)
         return worker_pb2.GetStatusResponse(
             workers=[
@@ -96,7 +97,7 @@ class StubRouterService(worker_pb2_grpc.RouterServiceServicer):
 
     def _peers_of(self, worker: Any) -> list[Any]:
         others = [other.ref for other in self._workers.values() if other.role != worker.role]
-        return [worker_pb2.PeerConnected(peer=ref, transport="cma", probe_gbps=5.0) for ref in others]
+        return [worker_pb2.PeerConnected(peer=ref, lane="cma", probe_gbps=5.0) for ref in others]
 
 
 def completions_app(remote_token: int = 7, kv_bytes_moved: int = BLOCKS_MOVED * BLOCK_BYTES) -> web.Application:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -25,6 +26,7 @@ time.sleep(60)
 
 async def test_it_answers_on_loopback_and_ends(tmp_path: Path) -> None:
     server = await EmbeddedValkey.start(tmp_path / "valkey.log")
+    (process,) = (below for below in processes.descendants(os.getpid()) if below.pid == server.pid)
     client = redis.Redis.from_url(server.url)
     try:
         assert client.ping()
@@ -34,7 +36,7 @@ async def test_it_answers_on_loopback_and_ends(tmp_path: Path) -> None:
         client.close()
         server.stop()
     server.stop()  # harmless
-    assert not processes.is_alive(processes.Process(server.pid, 0))
+    assert not processes.is_alive(process)
 
 
 async def test_a_server_that_cannot_start_is_reported_with_its_log(
@@ -47,10 +49,11 @@ async def test_a_server_that_cannot_start_is_reported_with_its_log(
 
 async def test_it_dies_when_its_launcher_is_killed(tmp_path: Path) -> None:
     command = [sys.executable, "-c", LAUNCHER, str(tmp_path / "valkey.log")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as launcher:
-        assert launcher.stdout is not None
-        pid = int(launcher.stdout.readline())
-        (server,) = processes.descendants(launcher.pid)
-        assert server.pid == pid and processes.is_alive(server)
-        os.kill(launcher.pid, signal.SIGKILL)
-        assert not await processes.wait_gone([server], timeout_s=5.0)
+    launcher = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
+    assert launcher.stdout is not None
+    pid = int(await launcher.stdout.readline())
+    (server,) = processes.descendants(launcher.pid)
+    assert server.pid == pid and processes.is_alive(server)
+    os.kill(launcher.pid, signal.SIGKILL)
+    await launcher.wait()
+    assert not await processes.wait_gone([server], timeout_s=5.0)

