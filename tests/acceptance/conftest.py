@@ -1,0 +1,25 @@
+"""Clusters that several acceptance tests share; each is started once, and only when a test needs it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.acceptance.running_cluster import RunningCluster, running_cluster
+
+
+@pytest.fixture(scope="package")
+def pair(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster]:
+    """One prefill and one decode worker, as `make serve` starts them."""
+    with running_cluster(model_folder, tmp_path_factory.mktemp("pair")) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def two_prefills(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster]:
+    """Two prefill workers and one decode worker, prompts computed in chunks of 64 tokens."""
+    folder = tmp_path_factory.mktemp("two-prefills")
+    with running_cluster(model_folder, folder, "--prefill", "2", token_budget=64) as cluster:
+        yield cluster

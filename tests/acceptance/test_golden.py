@@ -1,0 +1,82 @@
+"""All golden cases, token-exact in float32, in every mode that must not change an answer; and what really moved."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from tests.acceptance.golden import CASES, MAX_TOKENS, GoldenCase
+from tests.acceptance.running_cluster import RunningCluster
+
+BLOCK_SIZE = 16
+by_name = pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+
+
+def ask(cluster: RunningCluster, case: GoldenCase, prefill: str, salt: str, **fields: Any) -> dict[str, Any]:
+    fields = {"max_tokens": MAX_TOKENS, "cache_salt": salt, "tandem": {"prefill": prefill}, **fields}
+    return cluster.complete(list(case.prompt_ids), **fields)
+
+
+def assert_golden(answer: dict[str, Any], case: GoldenCase) -> None:
+    choice = answer["choices"][0]
+    assert tuple(choice["token_ids"]) == case.output_ids
+    assert choice["finish_reason"] == case.finish_reason
+    assert answer["usage"]["completion_tokens"] == len(case.output_ids)
+    assert choice["text"] == case.output_text
+
+
+def assert_moved(cluster: RunningCluster, answer: dict[str, Any], case: GoldenCase, *, hit_tokens: int = 0) -> None:
+    """Bytes moved are blocks times block bytes, and every prompt token was computed exactly once or hit."""
+    (block_bytes,) = {item.worker.block_bytes for item in cluster.status().workers}
+    usage = answer["usage"]["tandem"]
+    num_blocks = -(-len(case.prompt_ids) // BLOCK_SIZE) - hit_tokens // BLOCK_SIZE
+    assert usage["kv_blocks_moved"] == num_blocks
+    assert usage["kv_bytes_moved"] == num_blocks * block_bytes > 0
+    assert usage["computed_tokens"] == len(case.prompt_ids) - hit_tokens  # a silent recompute would count twice
+
+
+@by_name
+def test_aggregated(pair: RunningCluster, case: GoldenCase) -> None:
+    answer = ask(pair, case, "local", "aggregated")
+    assert_golden(answer, case)
+    assert answer["usage"]["tandem"]["kv_bytes_moved"] == 0
+
+
+@by_name
+def test_disaggregated_over_nixl(pair: RunningCluster, case: GoldenCase) -> None:
+    answer = ask(pair, case, "remote", f"disaggregated-{case.name}")
+    assert_golden(answer, case)
+    assert_moved(pair, answer, case)
+
+
+def test_disaggregated_with_the_prefix_already_cached(pair: RunningCluster) -> None:
+    (case,) = [case for case in CASES if case.name == "shared_prefix_b"]
+    shared = case.prompt_ids[:320]
+    pair.complete([*shared, 504, 3575], max_tokens=4, cache_salt="shared", tandem={"prefill": "remote"})
+    answer = ask(pair, case, "remote", "shared")
+    assert_golden(answer, case)
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == len(shared)
+    assert_moved(pair, answer, case, hit_tokens=len(shared))
+
+
+def test_disaggregated_with_16_in_flight_at_once(pair: RunningCluster) -> None:
+    cases = [*CASES, CASES[0]]
+    with ThreadPoolExecutor(len(cases)) as pool:
+        answers = list(
+            pool.map(lambda item: ask(pair, item[1], "remote", f"at-once-{item[0]}"), enumerate(cases))
+        )
+    for case, answer in zip(cases, answers, strict=True):
+        assert_golden(answer, case)
+        assert_moved(pair, answer, case)
+    pair.wait_idle()
+
+
+def test_disaggregated_in_chunks_of_64_tokens_on_two_prefill_workers(two_prefills: RunningCluster) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(lambda case: ask(two_prefills, case, "remote", f"chunks-{case.name}"), CASES))
+    for case, answer in zip(CASES, answers, strict=True):
+        assert_golden(answer, case)
+        assert_moved(two_prefills, answer, case)
+    two_prefills.wait_idle()

@@ -1,0 +1,73 @@
+"""A prefix computed by one worker is a hit on another: found in the shared index, pushed by its holder over NIXL."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+from tests.acceptance.golden import CASES
+from tests.acceptance.running_cluster import RunningCluster, wait_until
+
+(CASE,) = [case for case in CASES if case.name == "shared_prefix_b"]
+SHARED = CASE.prompt_ids[:320]
+
+
+def ask(cluster: RunningCluster, salt: str, prompt=CASE.prompt_ids, max_tokens: int = 64) -> dict[str, Any]:
+    return cluster.complete(list(prompt), max_tokens=max_tokens, cache_salt=salt, tandem={"prefill": "remote"})
+
+
+def prefill_counters(cluster: RunningCluster) -> dict[str, int]:
+    return {name: item.load.waiting_tokens for name, item in cluster.workers().items() if name.startswith("prefill")}
+
+
+def test_a_second_prefill_worker_gets_the_prefix_from_the_first(two_prefills: RunningCluster) -> None:
+    """Two requests with the prefix already cached on one prefill worker, at once: each worker serves one of them."""
+    ask(two_prefills, "fetch", (*SHARED, 504), max_tokens=1)
+    two_prefills.wait_idle()
+    with contextlib.ExitStack() as stack:
+        from concurrent.futures import ThreadPoolExecutor
+
+        pool = stack.enter_context(ThreadPoolExecutor(2))
+        answers = list(pool.map(lambda _: ask(two_prefills, "fetch"), range(2)))
+    usages = [answer["usage"]["tandem"] for answer in answers]
+    for answer in answers:
+        assert tuple(answer["choices"][0]["token_ids"]) == CASE.output_ids
+    assert sorted(usage["fetched_tokens"] for usage in usages) == [0, len(SHARED)]
+    assert all(usage["computed_tokens"] <= len(CASE.prompt_ids) - len(SHARED) for usage in usages)
+    two_prefills.wait_idle()
+
+
+def test_another_salt_gets_no_hit(two_prefills: RunningCluster) -> None:
+    """The positive control is the test above."""
+    answer = ask(two_prefills, "another", max_tokens=4)
+    assert answer["usage"]["tandem"]["fetched_tokens"] == 0
+    assert answer["usage"]["tandem"]["computed_tokens"] == len(CASE.prompt_ids)
+
+
+def test_without_redis_the_system_serves_on(two_prefills: RunningCluster) -> None:
+    """Last here: the cluster's Valkey is killed."""
+    os.kill(valkey_pid(two_prefills.pid), signal.SIGKILL)
+    for number in range(3):
+        answer = ask(two_prefills, f"no-redis-{number}")
+        assert tuple(answer["choices"][0]["token_ids"]) == CASE.output_ids
+    two_prefills.wait_idle()
+
+
+def valkey_pid(ancestor: int) -> int:
+    """The Valkey below `tandem up`."""
+    found: list[int] = []
+
+    def look() -> bool:
+        for process in Path("/proc").iterdir():
+            if process.name.isdigit():
+                with contextlib.suppress(OSError, IndexError):
+                    parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
+                    if parent == ancestor and "valkey" in (process / "cmdline").read_text():
+                        found.append(int(process.name))
+        return bool(found)
+
+    wait_until(look, 5.0)
+    return found[0]
