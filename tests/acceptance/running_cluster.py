@@ -108,9 +108,7 @@ def running_cluster(model: Path, cache: Path, *flags: str, **settings: Any) -> I
             lambda: explain(cache),
         )
         assert process.poll() is None, explain(cache)
-        yield RunningCluster(
-            f"http://127.0.0.1:{http_port}", f"127.0.0.1:{grpc_port}", model.name, cache, process.pid
-        )
+        yield RunningCluster(f"http://127.0.0.1:{http_port}", f"127.0.0.1:{grpc_port}", model.name, cache, process.pid)
     except BaseException:
         print(explain(cache))
         raise

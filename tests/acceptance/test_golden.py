@@ -64,9 +64,7 @@ def test_disaggregated_with_the_prefix_already_cached(pair: RunningCluster) -> N
 def test_disaggregated_with_16_in_flight_at_once(pair: RunningCluster) -> None:
     cases = [*CASES, CASES[0]]
     with ThreadPoolExecutor(len(cases)) as pool:
-        answers = list(
-            pool.map(lambda item: ask(pair, item[1], "remote", f"at-once-{item[0]}"), enumerate(cases))
-        )
+        answers = list(pool.map(lambda item: ask(pair, item[1], "remote", f"at-once-{item[0]}"), enumerate(cases)))
     for case, answer in zip(cases, answers, strict=True):
         assert_golden(answer, case)
         assert_moved(pair, answer, case)

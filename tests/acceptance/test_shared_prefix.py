@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from tests.acceptance.golden import CASES
-from tests.acceptance.running_cluster import RunningCluster, wait_until
+from tests.acceptance.running_cluster import RunningCluster
 
 (CASE,) = [case for case in CASES if case.name == "shared_prefix_b"]
 SHARED = CASE.prompt_ids[:320]
@@ -19,18 +20,11 @@ def ask(cluster: RunningCluster, salt: str, prompt=CASE.prompt_ids, max_tokens: 
     return cluster.complete(list(prompt), max_tokens=max_tokens, cache_salt=salt, tandem={"prefill": "remote"})
 
 
-def prefill_counters(cluster: RunningCluster) -> dict[str, int]:
-    return {name: item.load.waiting_tokens for name, item in cluster.workers().items() if name.startswith("prefill")}
-
-
 def test_a_second_prefill_worker_gets_the_prefix_from_the_first(two_prefills: RunningCluster) -> None:
     """Two requests with the prefix already cached on one prefill worker, at once: each worker serves one of them."""
     ask(two_prefills, "fetch", (*SHARED, 504), max_tokens=1)
     two_prefills.wait_idle()
-    with contextlib.ExitStack() as stack:
-        from concurrent.futures import ThreadPoolExecutor
-
-        pool = stack.enter_context(ThreadPoolExecutor(2))
+    with ThreadPoolExecutor(2) as pool:
         answers = list(pool.map(lambda _: ask(two_prefills, "fetch"), range(2)))
     usages = [answer["usage"]["tandem"] for answer in answers]
     for answer in answers:
@@ -58,16 +52,16 @@ def test_without_redis_the_system_serves_on(two_prefills: RunningCluster) -> Non
 
 def valkey_pid(ancestor: int) -> int:
     """The Valkey below `tandem up`."""
-    found: list[int] = []
+    parents: dict[int, int] = {}
+    names: dict[int, str] = {}
+    for process in Path("/proc").iterdir():
+        if process.name.isdigit():
+            with contextlib.suppress(OSError):  # it may end while we look
+                parents[int(process.name)] = int((process / "stat").read_text().rpartition(")")[2].split()[1])
+                names[int(process.name)] = (process / "cmdline").read_text()
 
-    def look() -> bool:
-        for process in Path("/proc").iterdir():
-            if process.name.isdigit():
-                with contextlib.suppress(OSError, IndexError):
-                    parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
-                    if parent == ancestor and "valkey" in (process / "cmdline").read_text():
-                        found.append(int(process.name))
-        return bool(found)
+    def below(pid: int) -> bool:
+        return pid == ancestor or (pid in parents and below(parents[pid]))
 
-    wait_until(look, 5.0)
-    return found[0]
+    (found,) = [pid for pid, name in names.items() if "valkey-server" in name and below(pid)]
+    return found
