@@ -22,6 +22,7 @@ from cluster.actors import RouterActor, WorkerActor
 from cluster.config import ClusterConfig, WorkerConfig, worker_config
 from cluster.controller import Controller
 from cluster.fleet import Event, Fleet, StartFailed, StartWorker, WorkerDied, WorkerStarted
+from cluster.folders import RunFolders
 from cluster.progress import Progress
 from cluster.ray_runtime import Actor, RayRuntime
 from cluster.router_keeper import RouterKeeper
@@ -53,12 +54,14 @@ class StartupFailed(TandemError):
 class Launcher:
     """Make one per run, in the event loop of the main thread; ports must be resolved (cluster.preflight)."""
 
-    def __init__(self, config: ClusterConfig, run_folder: Path, progress: Progress, hosts: Hosts | None = None) -> None:
+    def __init__(
+        self, config: ClusterConfig, folders: RunFolders, progress: Progress, hosts: Hosts | None = None
+    ) -> None:
         self._config = config
-        self._logs = run_folder / "logs"
+        self._logs = folders.logs
         self._progress = progress
         self._hosts = hosts or Hosts()
-        self._ray = RayRuntime(num_actors=len(config.roles) + 1)
+        self._ray = RayRuntime(len(config.roles) + 1, folders.ray)
         self._valkey: EmbeddedValkey | None = None
         fleet = Fleet(config.roles, SystemRandom())
         self._controller = Controller(fleet, self._spawn_worker, config, self._heard, self._report_death)

@@ -15,9 +15,7 @@ import concurrent.futures
 import logging
 import os
 import secrets
-import shutil
 import sys
-import tempfile
 import threading
 from pathlib import Path
 from typing import Any, Final
@@ -26,7 +24,6 @@ from core.errors import TandemError
 
 OBJECT_STORE_BYTES: Final = 80 << 20  # nothing of ours lies there; 75 MiB is Ray's minimum
 ACTOR_CONCURRENCY: Final = 1000  # `watch` calls wait for as long as the actor lives
-MAX_TEMP_ROOT_CHARS: Final = 24  # Ray adds about 75 to it for a unix socket, whose path may have 107
 
 ENVIRONMENT: Final = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # odd name: on Linux it makes the address 127.0.0.1, every port loopback
@@ -34,6 +31,7 @@ ENVIRONMENT: Final = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",  # else `uv run` packs the whole folder and starts actors through uv
     "RAY_DISABLE_FAILURE_SIGNAL_HANDLER": "1",  # no C++ stack dump on SIGTERM
+    "RAY_DEDUP_LOGS_SKIP_REGEX": ".",  # prints no essay when a worker dies: our controller says it in a line
     "RAY_worker_niceness": "0",  # Ray's default of 15 would let any other process starve the engine
     "RAY_memory_monitor_refresh_ms": "0",  # our pools are bounded; Ray must not kill a worker because others use memory
 }
@@ -82,10 +80,11 @@ class Actor:
 class RayRuntime:
     """A private Ray on this machine."""
 
-    def __init__(self, num_actors: int) -> None:
+    def __init__(self, num_actors: int, folder: Path) -> None:
+        """`folder` is for Ray's sockets and logs; its path must be short (cluster.folders.ray_folder)."""
         self._num_actors = num_actors
+        self._folder = folder
         self._token = secrets.token_hex(32)  # in the environment of our processes only, never in a file
-        self._temp_folder: Path | None = None
         self._stop = threading.Event()
         self._started: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._stopped: concurrent.futures.Future[None] = concurrent.futures.Future()
@@ -138,7 +137,6 @@ class RayRuntime:
         import ray
         from ray.job_config import JobConfig
 
-        self._temp_folder = _make_temp_folder()
         # address="local": else Ray joins whatever cluster RAY_ADDRESS or a left-over address file names.
         ray.init(
             address="local",
@@ -150,17 +148,10 @@ class RayRuntime:
             namespace="tandem",
             # Actors import what we import, in our order; Ray puts each entry before the ones it has.
             job_config=JobConfig(_py_driver_sys_path=[os.path.abspath(entry) for entry in reversed(sys.path)]),
-            _temp_dir=str(self._temp_folder),
+            _temp_dir=str(self._folder),
         )
 
     def _shut_down(self) -> None:
         import ray
 
         ray.shutdown()
-        if self._temp_folder is not None:
-            shutil.rmtree(self._temp_folder, ignore_errors=True)
-
-
-def _make_temp_folder() -> Path:
-    root = tempfile.gettempdir()
-    return Path(tempfile.mkdtemp(prefix="tandem-ray-", dir=root if len(root) <= MAX_TEMP_ROOT_CHARS else "/tmp"))

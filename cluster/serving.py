@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-from pathlib import Path
 from typing import Any, Final
 
 from cluster.config import ClusterConfig
+from cluster.folders import RunFolders
 from cluster.launcher import Hosts, Launcher
 from cluster.progress import Progress
 from cluster.self_check import check_parity, check_request
@@ -19,11 +19,11 @@ PROMPT: Final = "The capital of France is"
 
 
 def run_until_signal(
-    config: ClusterConfig, run_folder: Path, progress: Progress, self_check: bool, hosts: Hosts | None = None
+    config: ClusterConfig, folders: RunFolders, progress: Progress, self_check: bool, hosts: Hosts | None = None
 ) -> None:
     """`serve` until the first SIGINT, SIGTERM or SIGHUP; more of them change nothing. Raises: as `serve`."""
     try:
-        asyncio.run(_until_signal(config, run_folder, progress, self_check, hosts))
+        asyncio.run(_until_signal(config, folders, progress, self_check, hosts))
     finally:
         # Everything is down: another Ctrl-C has nothing to break but the interpreter's own end.
         for number in SIGNALS:
@@ -38,7 +38,7 @@ async def _until_signal(*details: Any) -> None:
 
 
 async def serve(
-    stop: asyncio.Event, config: ClusterConfig, run_folder: Path, progress: Progress, self_check: bool,
+    stop: asyncio.Event, config: ClusterConfig, folders: RunFolders, progress: Progress, self_check: bool,
     hosts: Hosts | None = None,
 ) -> None:  # fmt: skip
     """Serve until `stop` is set. Raises: TandemError: it did not come up, or the self check failed."""
@@ -49,7 +49,7 @@ async def serve(
         progress.plain(await _addresses(config))
         progress.say("serving; Ctrl-C stops")
 
-    await Launcher(config, run_folder, progress, hosts).run(stop, after_start)
+    await Launcher(config, folders, progress, hosts).run(stop, after_start)
 
 
 async def _check(config: ClusterConfig, progress: Progress) -> None:

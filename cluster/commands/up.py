@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from cluster.commands.model import fetch_default_model
 from cluster.config import DTYPES, TRANSPORTS, ClusterConfig, load_cluster_config
-from cluster.folders import DEFAULT_MODEL, default_model_folder, new_run_folder
+from cluster.folders import DEFAULT_MODEL, RunFolders, default_model_folder, run_folders
 from cluster.preflight import require_model, resolve_ports
 from cluster.progress import Progress
 from cluster.supervisor import supervise
@@ -70,18 +70,18 @@ def run(arguments: argparse.Namespace) -> int:
     if config.model_folder == default_model_folder():
         fetch_default_model(config.model_folder, progress)
     require_model(config.model_folder)
-    run_folder = new_run_folder()
-    progress.say(f"logs: {run_folder / 'logs'}")
-    # Ray puts the working folder first on its actors' import path: a `core` that happens to lie there must not win.
-    os.chdir(run_folder)
-    return supervise(lambda: _serve(config, run_folder, progress, not arguments.no_self_check))
+    with run_folders() as folders:
+        progress.say(f"logs: {folders.logs}")
+        # Ray puts the working folder first on its actors' import path: a `core` that lies there must not win.
+        os.chdir(folders.logs)
+        return supervise(lambda: _serve(config, folders, progress, not arguments.no_self_check))
 
 
-def _serve(config: ClusterConfig, run_folder: Path, progress: Progress, self_check: bool) -> int:
+def _serve(config: ClusterConfig, folders: RunFolders, progress: Progress, self_check: bool) -> int:
     # Imported here: slow (gRPC, an HTTP client), and not before the fork that `supervise` makes.
     from cluster.serving import run_until_signal
 
-    run_until_signal(config, run_folder, progress, self_check)
+    run_until_signal(config, folders, progress, self_check)
     return 0
 
 

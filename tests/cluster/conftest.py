@@ -9,17 +9,18 @@ from collections.abc import Iterator
 import pytest
 
 from cluster import processes
+from cluster.folders import ray_folder
 from cluster.ray_runtime import RayRuntime
 
 
 @pytest.fixture(scope="session")
 def ray_runtime() -> Iterator[RayRuntime]:
     """A running Ray; afterwards nothing of it is left."""
-    runtime = RayRuntime(num_actors=3)
-    asyncio.run(runtime.start(timeout_s=60.0))
-    below = processes.descendants(os.getpid())
-    yield runtime
-    below |= processes.descendants(os.getpid())
-    assert asyncio.run(runtime.stop(timeout_s=20.0))
+    with ray_folder() as folder:
+        runtime = RayRuntime(3, folder)
+        asyncio.run(runtime.start(timeout_s=60.0))
+        yield runtime
+        below = processes.descendants(os.getpid())
+        assert asyncio.run(runtime.stop(timeout_s=20.0))
     left = asyncio.run(processes.wait_gone(below, timeout_s=10.0))
     assert not left, [processes.command_of(process) for process in left]

@@ -1,4 +1,4 @@
-"""`tandem up` with stub hosts, as a process of its own: python stub_cluster.py HTTP_PORT GRPC_PORT RUN_FOLDER."""
+"""`tandem up` with stub hosts, as a process of its own: python stub_cluster.py HTTP_PORT GRPC_PORT MODEL_FOLDER."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from cluster.config import ClusterConfig
+from cluster.folders import run_folders
 from cluster.launcher import Hosts
 from cluster.progress import Progress
 from cluster.serving import run_until_signal
@@ -13,13 +14,19 @@ from cluster.supervisor import supervise
 
 HOSTS = Hosts(worker="stub_hosts:StubWorkerHost", router="stub_hosts:StubRouterHost")
 
+
+def main() -> int:
+    config = ClusterConfig(
+        Path(sys.argv[3]), http_port=int(sys.argv[1]), grpc_port=int(sys.argv[2]), drain_timeout_s=1.0
+    )
+    with run_folders() as folders:
+
+        def work() -> int:
+            run_until_signal(config, folders, Progress(), True, HOSTS)
+            return 0
+
+        return supervise(work)
+
+
 if __name__ == "__main__":
-    http_port, grpc_port, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
-    (folder / "logs").mkdir()
-    config = ClusterConfig(folder, http_port=http_port, grpc_port=grpc_port, drain_timeout_s=1.0)
-
-    def work() -> int:
-        run_until_signal(config, folder, Progress(), True, HOSTS)
-        return 0
-
-    sys.exit(supervise(work))
+    sys.exit(main())

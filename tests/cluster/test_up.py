@@ -17,6 +17,7 @@ from cluster import processes
 
 SCRIPT = Path(__file__).with_name("stub_cluster.py")
 PARITY = "parity: aggregated == disaggregated (96/96 tokens), KV moved 0.0 MiB by NIXL/cma, 0 orphaned blocks"
+RAY_FOLDER = r"/tmp/tandem-ray-\w+"
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 30.0
 
@@ -29,6 +30,10 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
+def log_names(cache: Path) -> list[str]:
+    return sorted(path.name for path in cache.glob("run/*/logs/*.log"))
+
+
 async def start(folder: Path) -> asyncio.subprocess.Process:
     folders = [Path.cwd(), Path.cwd() / "proto/python", SCRIPT.parent]
     return await asyncio.create_subprocess_exec(
@@ -38,7 +43,12 @@ async def start(folder: Path) -> asyncio.subprocess.Process:
         str(folder),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, folders))},
+        env=os.environ
+        | {
+            "PYTHONPATH": os.pathsep.join(map(str, folders)),
+            "TANDEM_CACHE": str(folder),
+            "TMPDIR": "/tmp",
+        },
     )
 
 
@@ -70,9 +80,7 @@ async def test_up_serves_after_its_check_and_ctrl_c_leaves_nothing(tmp_path: Pat
     assert "no process left" in output.decode()
     assert "killing" not in output.decode()
     assert not {other for other in below if processes.is_alive(other)}
-    assert {path.name for path in (tmp_path / "logs").iterdir()} == {
-        "router.log", "prefill-0.log", "decode-0.log", "valkey.log",
-    }  # fmt: skip
+    assert log_names(tmp_path) == ["decode-0.log", "prefill-0.log", "router.log", "valkey.log"]
 
 
 @pytest.mark.parametrize("victim", ["supervisor", "launcher"])
@@ -80,11 +88,14 @@ async def test_a_killed_launcher_takes_everything_with_it(tmp_path: Path, victim
     process = await start(tmp_path)
     await read_until(process, "is ready")
     below = processes.descendants(process.pid)
+    ray_folders = {Path(found) for other in below for found in re.findall(RAY_FOLDER, processes.command_of(other))}
     launcher = min(below, key=lambda other: (other.start_ticks, other.pid))
     os.kill(process.pid if victim == "supervisor" else launcher.pid, signal.SIGKILL)
     assert await process.wait() in (-signal.SIGKILL, 128 + signal.SIGKILL)
     left = await processes.wait_gone(below, timeout_s=20.0)
     assert not left, [processes.command_of(other) for other in left]
+    assert ray_folders
+    assert not [folder for folder in ray_folders if folder.exists()]
 
 
 @pytest.mark.parametrize("flag", ["--http-port", "--grpc-port"])
