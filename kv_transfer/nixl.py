@@ -23,8 +23,8 @@ from core.identity import CacheIdentity
 from core.membership import WorkerRef
 from kv_transfer.nixl_engine import NixlEngine
 from kv_transfer.nixl_library import TRANSPORT_VERSION, load_nixl
-from kv_transfer.nixl_operation import Completion, Settled
-from kv_transfer.nixl_probe import LANE_LOOPBACK, Envelope, infer_lane, this_host
+from kv_transfer.nixl_operation import Completion
+from kv_transfer.nixl_probe import LANE_LOOPBACK, NUM_PROBES, Envelope, Probe, infer_path, network_bytes_sent, this_host
 from kv_transfer.nixl_thread import NixlThread, PollingPeriods
 from kv_transfer.pool import MemoryPool, require_blocks, require_compatible
 from kv_transfer.stats import TransportStats
@@ -43,7 +43,7 @@ class NixlConfig:
 
     connect_timeout_s: float = 5.0  # from first byte to warm; covers a peer whose thread is busy copying
     drop_timeout_s: float = 2.0  # how long `drop` waits for what is in flight
-    probe_bytes: int = 4 << 20  # size of the scratch region and of the bandwidth probe
+    probe_bytes: int = 4 << 20  # size of the scratch region and of each bandwidth probe
     periods: PollingPeriods = field(default_factory=PollingPeriods)
 
 
@@ -181,12 +181,10 @@ class NixlTransport:
         return link
 
     async def _warm(self, peer: WorkerRef, scratch_bytes: int, same_host: bool) -> PeerLink:
-        """Set the connection up by a first small write, then time a large one."""
+        """Set the connection up by a first small write, then time some large ones."""
         num_bytes = min(self._scratch.total_bytes, scratch_bytes)
-        await self._thread.submit(lambda engine, done: engine.probe(peer, min(_WARM_BYTES, num_bytes), done))
-        probe: Settled = await self._thread.submit(lambda engine, done: engine.probe(peer, num_bytes, done))
-        gbps = num_bytes / probe.seconds / 1e9
-        lane = infer_lane(same_host, probe, gbps)
+        await self._probe(peer, min(_WARM_BYTES, num_bytes))
+        lane, gbps = infer_path(same_host, num_bytes, [await self._probe(peer, num_bytes) for _ in range(NUM_PROBES)])
         if lane == LANE_LOOPBACK:
             logger.warning(
                 "%s is on this host but looks like TCP (%.2f GB/s): share PID and IPC namespaces and the uid",
@@ -194,6 +192,11 @@ class NixlTransport:
                 gbps,
             )
         return PeerLink(peer, lane, gbps)
+
+    async def _probe(self, peer: WorkerRef, num_bytes: int) -> Probe:
+        before = network_bytes_sent()
+        seconds: float = await self._thread.submit(lambda engine, done: engine.probe(peer, num_bytes, done))
+        return Probe(seconds, network_bytes_sent() - before)
 
     def _connect_ended(self, peer: WorkerRef, task: asyncio.Task[PeerLink]) -> None:
         del self._connecting[peer]

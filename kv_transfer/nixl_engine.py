@@ -22,16 +22,14 @@ from numpy.typing import NDArray
 
 from core.errors import PeerRefused, TransferFailed, WorkerLost
 from core.membership import WorkerRef
-from kv_transfer.nixl_library import NixlLibrary
-from kv_transfer.nixl_operation import Completion, Operation, Peer, Settled
+from kv_transfer.nixl_library import LOCAL_SIDE, NixlLibrary, prepare_blocks, register_region
+from kv_transfer.nixl_operation import Completion, Operation, Peer
 from kv_transfer.pool import MemoryPool, parse_ref
 from kv_transfer.stats import TransportStats
 
 logger = logging.getLogger(__name__)
 
 Indices = NDArray[np.int32]
-
-_LOCAL_SIDE: Final = "NIXL_INIT_AGENT"
 
 # Every notification starts with one of these; NIXL would send none for an empty notice.
 _NOTICE: Final = b"N"
@@ -67,8 +65,8 @@ class NixlEngine:
         self._operations: list[Operation] = []
         self._drain_waiters: list[Completion] = []
         self.stats = TransportStats()
-        self._registered = [self._register(region) for region in (pool, scratch)]
-        self._blocks = self._prepare(_LOCAL_SIDE, pool)
+        self._registered = [register_region(self._agent, region) for region in (pool, scratch)]
+        self._blocks = prepare_blocks(self._agent, LOCAL_SIDE, pool)
 
     @property
     def num_in_flight(self) -> int:
@@ -97,7 +95,7 @@ class NixlEngine:
         try:
             if name != str(ref):
                 raise PeerRefused("agent_metadata", str(ref), name)
-            self._peers[ref] = Peer(ref, self._prepare(name, pool), scratch)
+            self._peers[ref] = Peer(ref, prepare_blocks(self._agent, name, pool), scratch)
         except self._library.errors as error:
             self._agent.remove_remote_agent(name)
             raise PeerRefused("base_address", "a registered pool", f"{type(error).__name__}: {error}") from error
@@ -112,10 +110,10 @@ class NixlEngine:
     def write(
         self, ref: WorkerRef, source_blocks: Indices, target_blocks: Indices, notice: bytes, done: Completion
     ) -> None:
-        """Post a push; `done` resolves to Settled. Block ids were checked by the caller.
+        """Post a push; `done` resolves to the seconds it took. Block ids were checked by the caller.
 
-        One descriptor a block, adjacent blocks not merged: at 720 KiB a block merging gains nothing over CMA or
-        TCP, and building merged lists costs more than it saves below 8 blocks (bench/kv_transfer.py).
+        One descriptor a block, adjacent blocks not merged: at 720 KiB a block and 8 to 256 adjacent blocks, merging
+        made -15 to +2 % over CMA and -15 to +10 % over TCP, which is noise, and needs unprepared lists.
         """
         peer = self._usable(ref)
         try:
@@ -128,7 +126,7 @@ class NixlEngine:
         self._post(peer, handle, done, payload_bytes=len(source_blocks) * self._pool.block_bytes, has_notice=True)
 
     def probe(self, ref: WorkerRef, num_bytes: int, done: Completion) -> None:
-        """Write `num_bytes` of scratch to the peer's scratch, without a notification; `done` resolves to Settled."""
+        """Write `num_bytes` of scratch to the peer's, without a notification; `done` resolves to seconds."""
         peer = self._usable(ref)
         sides = [
             self._agent.get_xfer_descs([(region.base_address, num_bytes, region.device_id)], region.memory_kind)
@@ -229,15 +227,15 @@ class NixlEngine:
     def _post(self, peer: Peer, handle: Any, done: Completion, payload_bytes: int, has_notice: bool) -> None:
         operation = Operation(peer, handle, done, payload_bytes, has_notice, time.perf_counter())
         peer.num_operations += 1
-        if self._is_over(operation, lambda: self._agent.transfer(handle), in_post=True):
+        if self._is_over(operation, lambda: self._agent.transfer(handle)):
             self._remove_if_settled(peer)
         else:
             self._operations.append(operation)
 
     def _advance(self, operation: Operation) -> bool:
-        return self._is_over(operation, lambda: self._agent.check_xfer_state(operation.handle), in_post=False)
+        return self._is_over(operation, lambda: self._agent.check_xfer_state(operation.handle))
 
-    def _is_over(self, operation: Operation, step: Callable[[], str], in_post: bool) -> bool:
+    def _is_over(self, operation: Operation, step: Callable[[], str]) -> bool:
         """Take one step of an operation; whether it is settled. Tells its caller if so.
 
         Any error counts as a dead endpoint: part of a push may have been posted before it was raised, so the peer
@@ -246,9 +244,7 @@ class NixlEngine:
         try:
             state = step()
         except self._library.errors as error:
-            state, reason = "ERR", f"{type(error).__name__}: {error}"
-        else:
-            reason = "transfer error"
+            state = f"{type(error).__name__}: {error}"
         if state == "PROC":
             return False
         seconds = time.perf_counter() - operation.posted_s
@@ -256,10 +252,10 @@ class NixlEngine:
         operation.peer.num_operations -= 1
         if state == "DONE":
             self._count(operation, seconds)
-            operation.done.resolve(Settled(seconds, in_post))
+            operation.done.resolve(seconds)
         else:
             self.stats.failed += 1
-            operation.done.fail(WorkerLost(operation.peer.ref.worker_id, reason))
+            operation.done.fail(WorkerLost(operation.peer.ref.worker_id, state))
             self._lose(operation.peer)
         return True
 
@@ -301,13 +297,3 @@ class NixlEngine:
         self._agent.remove_remote_agent(peer.name)
         for waiter in peer.drop_waiters:
             waiter.resolve(None)
-
-    def _register(self, region: MemoryPool) -> Any:
-        return self._agent.register_memory(
-            [(region.base_address, region.total_bytes, region.device_id, "")], region.memory_kind
-        )
-
-    def _prepare(self, side: str, pool: MemoryPool) -> Any:
-        """One descriptor a block, as a single strided row (address, bytes, device, stride, count)."""
-        row = [pool.base_address, pool.block_bytes, pool.device_id, pool.block_bytes, pool.num_blocks]
-        return self._agent.prep_xfer_dlist(side, np.array([row], dtype=np.uint64), pool.memory_kind)

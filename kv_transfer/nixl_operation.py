@@ -17,14 +17,6 @@ class Completion(Protocol):
     def fail(self, error: Exception) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Settled:
-    """How an operation went. `in_post`: it was over when the post returned, so this thread itself copied the bytes."""
-
-    seconds: float
-    in_post: bool
-
-
 @dataclass(slots=True)
 class Peer:
     """One connected incarnation, as the engine keeps it."""

@@ -6,6 +6,7 @@ NIXL is never called from the event loop: over CMA a post copies all its bytes b
 from __future__ import annotations
 
 import asyncio
+import atexit
 import logging
 import queue
 import threading
@@ -24,6 +25,8 @@ logger = logging.getLogger(__name__)
 Action = Callable[[NixlEngine, Completion], None]
 
 _COMMANDS_PER_PASS: Final = 8  # so that a burst of pushes does not keep notices waiting
+
+_EXIT_TIMEOUT_S: Final = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +77,8 @@ class NixlThread:
         self._thread = threading.Thread(target=self._run, args=(open_engine, opened), name="kv-transfer", daemon=True)
         self._thread.start()
         self.engine = opened.result()
+        # An interpreter that ends while the thread is inside NIXL aborts the process.
+        atexit.register(self._stop_at_exit)
 
     def submit(self, action: Action) -> asyncio.Future[Any]:
         """Run `action` in the thread. The future ends as the action's completion says, or with the error it raised.
@@ -98,6 +103,11 @@ class NixlThread:
         if self._ended is None:
             await self.submit(close)
         await asyncio.to_thread(self._thread.join)
+        atexit.unregister(self._stop_at_exit)
+
+    def _stop_at_exit(self) -> None:
+        self._stopping = True
+        self._thread.join(_EXIT_TIMEOUT_S)
 
     def _run(self, open_engine: Callable[[], NixlEngine], opened: Future[NixlEngine]) -> None:
         try:

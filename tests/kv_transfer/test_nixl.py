@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
+import subprocess
+import sys
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,8 +17,15 @@ from transport_ends import IDENTITY, End, Ends, connect, described, until
 from core.errors import InvariantBroken, PeerRefused
 from core.membership import WorkerRef
 from kv_transfer.nixl import NixlTransport
-from kv_transfer.nixl_operation import Settled
-from kv_transfer.nixl_probe import LANE_LOOPBACK, LANE_MEMORY, LANE_NETWORK, Envelope, infer_lane
+from kv_transfer.nixl_probe import (
+    LANE_LOOPBACK,
+    LANE_MEMORY,
+    LANE_NETWORK,
+    Envelope,
+    Probe,
+    infer_path,
+    network_bytes_sent,
+)
 from kv_transfer.pool import MemoryPool
 
 
@@ -76,17 +88,42 @@ async def test_the_probe_reports_its_speed(ends: Ends) -> None:
 
 
 @pytest.mark.parametrize(
-    ("same_host", "in_post", "gbps", "lane"),
+    ("same_host", "network_bytes", "seconds", "expected"),
     [
-        (True, True, 0.5, LANE_MEMORY),
-        (True, False, 20.0, LANE_MEMORY),
-        (True, False, 3.0, LANE_LOOPBACK),
-        (False, False, 40.0, LANE_NETWORK),
-        (False, False, 1.0, LANE_NETWORK),
+        (True, [0, 200, 90], 2.0, (LANE_MEMORY, 0.5)),
+        (True, [3 * 10**9, 100, 2 * 10**9], 0.1, (LANE_MEMORY, 10.0)),  # other traffic beside it
+        (True, [10**9 + 5000] * 3, 0.1, (LANE_LOOPBACK, 10.0)),
+        (False, [10**9] * 3, 1.0, (LANE_NETWORK, 1.0)),
+        (False, [0] * 3, 0.025, (LANE_NETWORK, 40.0)),  # RDMA passes no interface of the kernel
     ],
 )
-def test_lane_is_inferred(same_host: bool, in_post: bool, gbps: float, lane: str) -> None:
-    assert infer_lane(same_host, Settled(0.001, in_post), gbps) == lane
+def test_the_path_is_inferred(
+    same_host: bool, network_bytes: list[int], seconds: float, expected: tuple[str, float]
+) -> None:
+    assert infer_path(same_host, 10**9, [Probe(seconds, sent) for sent in network_bytes]) == expected
+
+
+def test_one_slow_probe_does_not_change_the_speed() -> None:
+    probes = [Probe(seconds, 0) for seconds in (0.1, 0.1, 5.0, 0.1, 0.1)]
+    assert infer_path(True, 10**9, probes)[1] == pytest.approx(10.0)
+
+
+def test_what_passes_loopback_is_counted() -> None:
+    before = network_bytes_sent()
+    left, right = socket.socket(), socket.create_server(("127.0.0.1", 0))
+    with left, right:
+        left.connect(right.getsockname())
+        left.sendall(bytes(50_000))
+    assert network_bytes_sent() - before >= 50_000
+
+
+def test_leaving_without_close_does_not_abort() -> None:
+    command = [sys.executable, str(Path(__file__).with_name("leave_without_close.py"))]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    for _ in range(3):
+        ended = subprocess.run(command, env=environment, timeout=20, capture_output=True, text=True, check=False)
+        assert (ended.returncode, ended.stdout) == (1, "pushing\n"), ended.stderr
+        assert "left in anger" in ended.stderr
 
 
 async def test_notices_before_listen_wait(ends: Ends) -> None:
