@@ -17,6 +17,7 @@ from core.messages import PeerConnected
 from kv_transfer.driver import HandoffDriver
 from kv_transfer.transport import PoolDescription
 from kv_transfer.wire import pool_description_from_proto, pool_description_to_proto
+from telemetry.logs import log_state
 
 logger = logging.getLogger(__name__)
 
@@ -81,16 +82,16 @@ class Peers:
                 link = await self._driver.connect(await self._handshake(info))
                 break
             except PeerRefused as error:
-                logger.error("peer=%s state=refused reason=%r", info.ref, str(error))
+                log_state(logger, logging.ERROR, peer=info.ref, state="refused", reason=str(error))
                 return
             except (TandemError, grpc.aio.AioRpcError) as error:
-                logger.warning("peer=%s state=unreachable reason=%r", info.ref, str(error))
+                log_state(logger, logging.WARNING, peer=info.ref, state="unreachable", reason=str(error))
             await asyncio.sleep(retry_s)
             retry_s = min(2 * retry_s, LAST_RETRY_S)
         connected = PeerConnected(link.peer, link.lane, link.probe_gbps)
         self._links[info.ref] = connected
         self._tasks.pop(info.ref, None)
-        logger.info("peer=%s state=connected lane=%s gbps=%.2f", link.peer, link.lane, link.probe_gbps)
+        log_state(logger, peer=link.peer, state="connected", lane=link.lane, gbps=link.probe_gbps)
         self._on_connected(connected)
 
     async def _handshake(self, info: WorkerInfo) -> PoolDescription:

@@ -52,7 +52,7 @@ def missing(status: Any, config: ClusterConfig) -> str:
         f"{prefill}-{decode}"
         for prefill in by_role[Role.PREFILL]
         for decode in by_role[Role.DECODE]
-        if decode not in _peers(ready[prefill]) and prefill not in _peers(ready[decode])
+        if decode not in _peers(ready[prefill]) or prefill not in _peers(ready[decode])
     ]
     return f"{', '.join(unconnected)} not connected" if unconnected else ""
 

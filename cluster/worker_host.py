@@ -40,7 +40,7 @@ from core.messages import (
 )
 from decode_worker.service import DecodeService
 from decode_worker.session import DecodeConfig, DecodeSession
-from engine.loop import EngineLoop
+from engine.loop import EngineLoop, StepReport
 from engine.scheduler import Progress
 from kv_transfer.driver import HandoffDriver, Outcome
 from kv_transfer.effects import LeaseConfig
@@ -51,7 +51,8 @@ from kv_transfer.session import HandoffSessions
 from kv_transfer.stream_codec import encode_info, encode_load
 from prefill_worker.service import PrefillService
 from prefill_worker.session import PrefillConfig, PrefillSession
-from telemetry.metrics import WorkerMetrics
+from telemetry.logs import log_state
+from telemetry.metrics import PushOutcome, WorkerMetrics, WorkerState
 
 logger = logging.getLogger(__name__)
 
@@ -76,8 +77,8 @@ class WorkerHost:
         self._build_transfer()
         self._build_role()
         self._loop = EngineLoop(self._engine.scheduler, self._engine.runner, self._stepped)
-        self._registry = CollectorRegistry()
-        self._metrics = WorkerMetrics(self._registry)
+        self._metrics = WorkerMetrics(CollectorRegistry(), self._state)
+        self._driver.on_push = self._pushed
         await self._listen()
         self._background: set[asyncio.Task[None]] = set()
         self._supervise(self._loop.start())
@@ -111,7 +112,9 @@ class WorkerHost:
         self._handoffs = HandoffSessions(self._ref, engine.pool, lease, engine.pool.match)
         memory = MemoryPool(engine.runner.kv_pool.data_ptr(), engine.pool.num_blocks, engine.block_bytes)
         self._transport = NixlTransport(self._ref, engine.identity, memory)
-        self._driver = HandoffDriver(self._transport, self._handoffs, time.monotonic, self._handoff_ended)
+        self._driver = HandoffDriver(
+            self._transport, self._handoffs, time.monotonic, self._handoff_ended, on_broken=self._broken
+        )
         self._streams = RouterStreams()
         self._peers = Peers(self._transport.describe(), self._driver, self._streams.send)
         url = self._config.redis_url
@@ -150,7 +153,7 @@ class WorkerHost:
         pb_grpc.add_WorkerServiceServicer_to_server(servicer, self._server)
         port = self._server.add_insecure_port(f"{self._config.host}:0")
         await self._server.start()
-        self._metrics_server, _thread = start_http_server(0, self._config.host, self._registry)
+        self._metrics_server, _thread = start_http_server(0, self._config.host, self._metrics.registry)
         engine = self._engine
         self._info = WorkerInfo(
             ref=self._ref,
@@ -187,7 +190,8 @@ class WorkerHost:
         for request_id in request_ids:
             self._role.command(CancelRequest(request_id))
 
-    def _stepped(self, progress: list[Progress]) -> None:
+    def _stepped(self, progress: list[Progress], report: StepReport) -> None:
+        self._metrics.step_done(report.duration_s, report.prefill_tokens, report.decode_tokens)
         deltas = self._role.stepped(progress)
         self._streams.step(deltas, self._engine.scheduler.load())
         for item in progress:
@@ -225,7 +229,6 @@ class WorkerHost:
             self._driver.tick()
             self._role.tick()
             self._publish()
-            self._measure()
             if time.monotonic() >= load_at_s:
                 load_at_s = time.monotonic() + ANNOUNCE_INTERVAL_S
                 self._say_load()
@@ -244,7 +247,7 @@ class WorkerHost:
                 except grpc.aio.AioRpcError as error:
                     if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
                         self._die(EXIT_GIVEN_UP, f"the router gave us up: {error.details()}")
-                    logger.warning("router=%s state=unreachable", self._config.router_address)
+                    log_state(logger, logging.WARNING, router=self._config.router_address, state="unreachable")
                 await asyncio.sleep(ANNOUNCE_INTERVAL_S)
 
     async def _refresh_index_forever(self) -> None:
@@ -253,12 +256,26 @@ class WorkerHost:
             await asyncio.sleep(INDEX_TTL_S / 3)
             await self._index.announce(self._engine.pool.cached_hashes())
 
-    def _measure(self) -> None:
-        load = self._engine.scheduler.load()
-        self._metrics.set_blocks(load.free_blocks, load.used_blocks, load.quarantined_blocks)
-        self._metrics.running_requests.set(load.running_requests)
-        self._metrics.waiting_requests.set(load.waiting_requests)
-        self._metrics.open_handoffs.set(len(self._handoffs))
+    # --- metrics --------------------------------------------------------------------------------------------------
+
+    def _pushed(self, num_blocks: int, delivered: bool, duration_s: float) -> None:
+        outcome = PushOutcome.DONE if delivered else PushOutcome.FAILED
+        self._metrics.push_done(outcome, num_blocks * self._engine.block_bytes, duration_s)
+
+    def _state(self) -> WorkerState:
+        load, index = self._engine.scheduler.load(), self._index.stats
+        return WorkerState(
+            free_blocks=load.free_blocks,
+            used_blocks=load.used_blocks,
+            quarantined_blocks=load.quarantined_blocks,
+            running_requests=load.running_requests,
+            waiting_requests=load.waiting_requests,
+            open_handoffs=len(self._handoffs),
+            preemptions=self._engine.scheduler.num_preemptions,
+            index_lookups=index.lookups,
+            index_hit_blocks=index.hit_blocks,
+            index_failures=index.failures,
+        )
 
     # --- tasks ----------------------------------------------------------------------------------------------------
 
@@ -273,12 +290,15 @@ class WorkerHost:
 
         def check(done: asyncio.Task[None]) -> None:
             if not done.cancelled() and (error := done.exception()) is not None:
-                logger.critical("worker_id=%s state=broken", self._ref, exc_info=error)
-                self._die(EXIT_INVARIANT_BROKEN, str(error))
+                self._broken(error)
 
         task.add_done_callback(check)
 
+    def _broken(self, error: BaseException) -> None:
+        logger.critical("not expected", exc_info=error)
+        self._die(EXIT_INVARIANT_BROKEN, str(error))
+
     def _die(self, exit_code: int, reason: str) -> None:
-        logger.critical("worker_id=%s state=gone exit_code=%d reason=%r", self._ref, exit_code, reason)
+        log_state(logger, logging.CRITICAL, worker_id=self._ref, state="gone", exit_code=exit_code, reason=reason)
         logging.shutdown()
         os._exit(exit_code)

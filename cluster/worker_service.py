@@ -18,6 +18,7 @@ from kv_transfer.pool import require_compatible
 from kv_transfer.stream_codec import decode_command, decode_ref, encode_answer
 from kv_transfer.transport import PoolDescription
 from kv_transfer.wire import pool_description_from_proto, pool_description_to_proto
+from telemetry.logs import log_state
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +53,7 @@ class WorkerServicer(pb_grpc.WorkerServiceServicer):
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"hello.worker: this is {self._ref}")
             return
         stream = self._streams.open(hello.hello.router_id)
-        logger.info("router_id=%s state=connected", stream.router_id)
+        log_state(logger, router_id=stream.router_id, state="connected")
         reader = asyncio.get_running_loop().create_task(self._read(stream, requests, context))
         try:
             self._on_open()
@@ -60,7 +61,7 @@ class WorkerServicer(pb_grpc.WorkerServiceServicer):
                 yield encode_answer(await stream.outbox.get())
         finally:
             reader.cancel()
-            logger.info("router_id=%s state=disconnected", stream.router_id)
+            log_state(logger, router_id=stream.router_id, state="disconnected")
             self._on_closed(self._streams.close(stream))
 
     async def Handshake(self, request: pb.HandshakeRequest, context: grpc.aio.ServicerContext) -> pb.HandshakeResponse:
@@ -78,5 +79,5 @@ class WorkerServicer(pb_grpc.WorkerServiceServicer):
             async for message in requests:
                 await self._on_command(stream, decode_command(message))
         except BadRequest as error:
-            logger.error("router_id=%s error=%r", stream.router_id, str(error))
+            log_state(logger, logging.ERROR, router_id=stream.router_id, state="refused", reason=str(error))
         context.cancel()

@@ -17,26 +17,27 @@ from engine.scheduler import Progress, Scheduler
 from engine.step import StepPlan
 
 
-@dataclass(slots=True)
-class StepStats:
-    """Counters since start, for metrics."""
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What one step computed, and how long it took in its thread."""
 
-    num_steps: int = 0
-    num_tokens: int = 0
-    seconds: float = 0.0
+    duration_s: float
+    prefill_tokens: int
+    decode_tokens: int
 
 
 class EngineLoop:
     """Owns the step thread. `on_step` is called in the event loop after each commit, with what progressed."""
 
-    def __init__(self, scheduler: Scheduler, runner: ModelRunner, on_step: Callable[[list[Progress]], None]) -> None:
+    def __init__(
+        self, scheduler: Scheduler, runner: ModelRunner, on_step: Callable[[list[Progress], StepReport], None]
+    ) -> None:
         self._scheduler = scheduler
         self._runner = runner
         self._on_step = on_step
         self._wake = asyncio.Event()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine-step")
         self._task: asyncio.Task[None] | None = None
-        self.stats = StepStats()
 
     def start(self) -> asyncio.Task[None]:
         """Begin stepping. The task ends only by `stop` or by an error, which is then its result."""
@@ -62,13 +63,11 @@ class EngineLoop:
             if plan is None:
                 await self._wake.wait()
                 continue
-            drawn = await loop.run_in_executor(self._thread, self._compute, plan)
-            self._on_step(self._scheduler.commit(plan, drawn))
+            drawn, duration_s = await loop.run_in_executor(self._thread, self._compute, plan)
+            num_decodes = sum(1 for item in plan.slices if item.sample is not None and item.sample.position > 0)
+            report = StepReport(duration_s, plan.num_tokens - num_decodes, num_decodes)
+            self._on_step(self._scheduler.commit(plan, drawn), report)
 
-    def _compute(self, plan: StepPlan) -> list[int | None]:
+    def _compute(self, plan: StepPlan) -> tuple[list[int | None], float]:
         start_s = time.perf_counter()
-        drawn = self._runner.run(plan)
-        self.stats.num_steps += 1
-        self.stats.num_tokens += plan.num_tokens
-        self.stats.seconds += time.perf_counter() - start_s
-        return drawn
+        return self._runner.run(plan), time.perf_counter() - start_s

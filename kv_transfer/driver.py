@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 
 from core.errors import TransferFailed, WorkerLost
 from core.handoff import BlocksPushed
@@ -13,6 +13,7 @@ from kv_transfer.effects import Effect, Notify, Push, SourceEnded, TargetFailed,
 from kv_transfer.notice_codec import decode_notice, encode_notice
 from kv_transfer.session import HandoffSessions
 from kv_transfer.transport import PeerLink, PoolDescription, Transport
+from telemetry.logs import log_state
 
 logger = logging.getLogger(__name__)
 
@@ -24,17 +25,26 @@ class HandoffDriver:
     """One worker's hand-offs over one transport. All calls come from one asyncio loop.
 
     on_outcome: told of every hand-off that ended. `on_peer_lost`: of every peer that cannot be reached any more.
+    `on_push`: of every push that settled: its blocks, whether they arrived, how long it took in seconds.
+    on_broken: an error that no caller can act on came up; this process must end.
     """
 
     def __init__(
-        self, transport: Transport, sessions: HandoffSessions, clock: Clock, on_outcome: Callable[[Outcome], None]
+        self,
+        transport: Transport,
+        sessions: HandoffSessions,
+        clock: Clock,
+        on_outcome: Callable[[Outcome], None],
+        on_broken: Callable[[BaseException], None],
     ) -> None:
         self._transport = transport
         self._sessions = sessions
         self._clock = clock
         self._on_outcome = on_outcome
+        self._on_broken = on_broken
         self._tasks: set[asyncio.Task[None]] = set()
         self.on_peer_lost: Callable[[WorkerRef], None] = lambda _peer: None
+        self.on_push: Callable[[int, bool, float], None] = lambda _num_blocks, _delivered, _duration_s: None
         transport.listen(self._notice, self._peer_lost)
 
     def perform(self, effects: Iterable[Effect]) -> None:
@@ -52,10 +62,13 @@ class HandoffDriver:
         """Warm the path to a peer. Raises as Transport.connect."""
         return await self._transport.connect(peer)
 
-    def peer_dead(self, peer: WorkerRef) -> Awaitable[None]:
+    async def peer_dead(self, peer: WorkerRef) -> None:
         """The peer's process has ended: end its hand-offs and forget it."""
         self.perform(self._sessions.peer_dead(peer, self._clock()))
-        return self._transport.drop(peer)
+        try:
+            await self._transport.drop(peer)
+        except TransferFailed as error:  # its operations are kept and will settle; their blocks stay held until then
+            log_state(logger, logging.WARNING, peer=peer, state="unsettled", reason=str(error))
 
     def tick(self) -> None:
         """Let leases and retries see the time; call it a few times a second."""
@@ -70,15 +83,28 @@ class HandoffDriver:
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._on_broken(error)
 
     async def _push(self, push: Push) -> None:
-        delivered = True
+        delivered, start_s = True, self._clock()
         try:
             await self._transport.push(push.peer, push.source_blocks, push.target_blocks, encode_notice(push.notice))
         except (TransferFailed, WorkerLost) as error:
-            logger.warning("push failed handoff_id=%s peer=%s error=%s", push.notice.handoff_id, push.peer, error)
+            log_state(
+                logger,
+                logging.WARNING,
+                handoff_id=push.notice.handoff_id,
+                peer=push.peer,
+                state="push failed",
+                reason=str(error),
+            )
             delivered = False
+        self.on_push(len(push.source_blocks), delivered, self._clock() - start_s)
         assert isinstance(push.notice.body, BlocksPushed)
         source = self._sessions.source
         self.perform(source.push_settled(push.notice.handoff_id, push.notice.body.sequence, delivered=delivered))
@@ -92,7 +118,7 @@ class HandoffDriver:
     def _notice(self, sender: WorkerRef, payload: bytes) -> None:
         notice = decode_notice(payload)
         if notice is None:
-            logger.warning("notice dropped: not readable sender=%s bytes=%d", sender, len(payload))
+            log_state(logger, logging.WARNING, peer=sender, state="notice dropped", num_bytes=len(payload))
             return
         self.perform(self._sessions.notice(sender, notice, self._clock()))
 

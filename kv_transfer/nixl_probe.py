@@ -16,8 +16,8 @@ from kv_transfer.pool import MemoryPool
 from kv_transfer.transport import PoolDescription
 
 # What `PeerLink.lane` says: inferred, as NIXL does not tell which transport UCX chose.
-LANE_MEMORY: Final = "same-host memory"
-LANE_LOOPBACK: Final = "same-host network"
+LANE_MEMORY: Final = "shared-memory"
+LANE_LOOPBACK: Final = "tcp-loopback"
 LANE_NETWORK: Final = "network"
 
 NUM_PROBES: Final = 5

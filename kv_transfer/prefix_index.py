@@ -96,6 +96,8 @@ class IndexStats:
 class PrefixIndex(Protocol):
     """What workers know of each other's caches. No call raises for the index being slow or away."""
 
+    stats: IndexStats
+
     async def announce(self, hashes: Sequence[BlockHash]) -> None:
         """This worker holds these blocks now. Announce again within the TTL to keep them."""
         ...
@@ -119,6 +121,9 @@ class PrefixIndex(Protocol):
 
 class NoPrefixIndex:
     """The PrefixIndex of a cluster without one: nobody else holds anything."""
+
+    def __init__(self) -> None:
+        self.stats = IndexStats()
 
     async def announce(self, hashes: Sequence[BlockHash]) -> None:
         pass

@@ -36,7 +36,7 @@ class PeerLink:
     """A warmed connection, as measured by a probe transfer at connect."""
 
     peer: WorkerRef
-    lane: str  # "cma", "tcp", "cuda_ipc", "in-process": what the probe's speed says, not what was asked for
+    lane: str  # "shared-memory", "tcp-loopback", "network", "in-process": where the probe's bytes really went
     probe_gbps: float  # gigabytes per second of the probe
 
 

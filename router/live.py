@@ -16,6 +16,7 @@ from router.config import RouterConfig
 from router.dispatcher import Deliver, Dispatcher, Effect, Fail, Planned, Send
 from router.view import ClusterView
 from router.worker_link import WorkerLink
+from telemetry.logs import log_state
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +85,7 @@ class LiveDispatcher:
         if len(self.view.workers()) >= self._config.max_workers:
             raise BadRequest("worker", f"this router takes at most {self._config.max_workers} workers")
         self.view.register(info)
-        logger.info("worker_id=%s state=starting address=%s", info.ref, info.address)
+        log_state(logger, worker_id=info.ref, state="starting", address=info.address)
         self._links[info.ref] = WorkerLink(
             info,
             self._router_id,
@@ -126,7 +127,7 @@ class LiveDispatcher:
     def _opened(self, info: WorkerInfo) -> None:
         """The worker is READY: introduce it to the others, and them to it."""
         self.view.ready(info.ref)
-        logger.info("worker_id=%s state=ready role=%s", info.ref, info.role)
+        log_state(logger, worker_id=info.ref, state="ready", role=info.role)
         link = self._links[info.ref]
         for other in self.view.workers():
             if other.ref != info.ref and other.life is not Life.STARTING:
@@ -135,7 +136,7 @@ class LiveDispatcher:
         self._perform(self._dispatcher.serve_queue())
 
     def _lost(self, ref: WorkerRef, reason: str) -> None:
-        logger.warning("worker_id=%s state=gone reason=%r", ref, reason)
+        log_state(logger, logging.WARNING, worker_id=ref, state="gone", reason=reason)
         self._links.pop(ref, None)
         self._perform(self._dispatcher.worker_lost(ref, time.monotonic()))
 
@@ -149,10 +150,15 @@ class LiveDispatcher:
                 case Fail(request_id, error):
                     self._put(request_id, error)
                 case Planned(request_id, attempt, choice):
-                    logger.info(
-                        "request_id=%s attempt=%d state=planned reason=%s decode=%s prefill=%s",
-                        request_id, attempt, choice.reason, choice.decode, choice.prefill,
-                    )  # fmt: skip
+                    log_state(
+                        logger,
+                        request_id=request_id,
+                        attempt=attempt,
+                        state="planned",
+                        reason=choice.reason,
+                        decode=choice.decode,
+                        prefill=choice.prefill,
+                    )
 
     def _put(self, request_id: str, item: TokenDelta | TandemError) -> None:
         output = self._outputs.get(request_id)

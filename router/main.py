@@ -11,8 +11,8 @@ from prometheus_client import CollectorRegistry
 from tandem.v1 import worker_pb2_grpc
 
 from engine.digest import weights_digest
+from engine.model_config import ModelConfig
 from engine.tokenizer import Tokenizer
-from engine.weights import ModelConfig
 from router.config import RouterConfig, RouterEndpoints
 from router.front.generation import Front
 from router.front.grpc_service import GrpcFront, build_grpc_server

@@ -7,11 +7,14 @@ id, a tenant or a text. Each class registers its metrics once, in the registry h
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
 
 TTFT_BUCKETS_S: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0)
 # OpenTelemetry GenAI's buckets of time per output token, and a finer start for small models.
@@ -111,23 +114,36 @@ class PushOutcome(StrEnum):
 
     DONE = "done"
     FAILED = "failed"
-    CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerState:
+    """What a worker is asked for at each scrape: gauges as they are now, totals since start."""
+
+    free_blocks: int
+    used_blocks: int
+    quarantined_blocks: int
+    running_requests: int
+    waiting_requests: int
+    open_handoffs: int
+    preemptions: int
+    index_lookups: int
+    index_hit_blocks: int
+    index_failures: int
 
 
 class WorkerMetrics:
-    """What one worker counts: engine steps, KV blocks, pushes, prefix cache."""
+    """What one worker counts: engine steps, KV blocks, pushes, the shared prefix index.
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    read_state: called in the scraping thread; plain numbers, so no lock is needed.
+    """
+
+    def __init__(self, registry: CollectorRegistry, read_state: Callable[[], WorkerState]) -> None:
         self.registry = registry
-        self.blocks = Gauge("tandem_worker_blocks", "KV blocks by state.", ["state"], registry=registry)
-        self.running_requests = Gauge("tandem_worker_running_requests", "Requests in the batch.", registry=registry)
-        self.waiting_requests = Gauge("tandem_worker_waiting_requests", "Requests not begun.", registry=registry)
-        self.steps = Counter("tandem_worker_steps_total", "Engine steps run.", registry=registry)
         self.step_s = Histogram(
             "tandem_worker_step_seconds", "Time of one engine step.", buckets=STEP_BUCKETS_S, registry=registry
         )
         self.tokens = Counter("tandem_worker_tokens_total", "Tokens computed.", ["kind"], registry=registry)
-        self.preemptions = Counter("tandem_worker_preemptions_total", "Requests preempted.", registry=registry)
         self.pushes = Counter("tandem_kv_transfer_pushes_total", "KV pushes ended.", ["outcome"], registry=registry)
         self.pushed_bytes = Counter("tandem_kv_transfer_bytes_total", "KV bytes this worker wrote.", registry=registry)
         self.push_s = Histogram(
@@ -136,25 +152,10 @@ class WorkerMetrics:
         self.push_bytes = Histogram(
             "tandem_kv_transfer_push_bytes", "Size of one push.", buckets=BYTE_BUCKETS, registry=registry
         )
-        self.open_handoffs = Gauge("tandem_kv_handoffs_open", "Hand-offs not ended on this side.", registry=registry)
-        self.prefix_lookups = Counter("tandem_prefix_lookups_total", "Prefix cache lookups.", registry=registry)
-        self.prefix_hits = Counter("tandem_prefix_hits_total", "Lookups that found a block.", registry=registry)
-        self.prefix_hit_tokens = Counter(
-            "tandem_prefix_hit_tokens_total", "Prompt tokens found cached.", registry=registry
-        )
-        self.prefix_index_errors = Counter(
-            "tandem_prefix_index_errors_total", "Shared index calls that failed or timed out.", registry=registry
-        )
-
-    def set_blocks(self, free: int, used: int, quarantined: int) -> None:
-        """Publish how many KV blocks are in each state."""
-        self.blocks.labels(BlockState.FREE).set(free)
-        self.blocks.labels(BlockState.USED).set(used)
-        self.blocks.labels(BlockState.QUARANTINED).set(quarantined)
+        registry.register(WorkerStateCollector(read_state))
 
     def step_done(self, duration_s: float, prefill_tokens: int, decode_tokens: int) -> None:
         """Count one engine step and the tokens it computed."""
-        self.steps.inc()
         self.step_s.observe(duration_s)
         self.tokens.labels(TokenKind.PREFILL).inc(prefill_tokens)
         self.tokens.labels(TokenKind.DECODE).inc(decode_tokens)
@@ -166,3 +167,31 @@ class WorkerMetrics:
             self.pushed_bytes.inc(num_bytes)
             self.push_bytes.observe(num_bytes)
             self.push_s.observe(duration_s)
+
+
+class WorkerStateCollector(Collector):
+    """Reads a worker's state when it is scraped, so that nothing is kept twice."""
+
+    def __init__(self, read_state: Callable[[], WorkerState]) -> None:
+        self._read_state = read_state
+
+    def describe(self) -> Iterable[Metric]:
+        """Names without values: registering must not read a worker that is still being built."""
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        state = self._read_state()
+        blocks = GaugeMetricFamily("tandem_worker_blocks", "KV blocks by state.", labels=["state"])
+        blocks.add_metric([BlockState.FREE], state.free_blocks)
+        blocks.add_metric([BlockState.USED], state.used_blocks)
+        blocks.add_metric([BlockState.QUARANTINED], state.quarantined_blocks)
+        yield blocks
+        yield GaugeMetricFamily("tandem_worker_running_requests", "Requests in the batch.", state.running_requests)
+        yield GaugeMetricFamily("tandem_worker_waiting_requests", "Requests not begun.", state.waiting_requests)
+        yield GaugeMetricFamily("tandem_kv_handoffs_open", "Hand-offs not ended on this side.", state.open_handoffs)
+        yield CounterMetricFamily("tandem_worker_preemptions", "Requests preempted.", state.preemptions)
+        yield CounterMetricFamily("tandem_prefix_lookups", "Questions to the shared index.", state.index_lookups)
+        yield CounterMetricFamily("tandem_prefix_hit_blocks", "Blocks found in it.", state.index_hit_blocks)
+        yield CounterMetricFamily(
+            "tandem_prefix_index_errors", "Calls to it that failed or timed out.", state.index_failures
+        )

@@ -22,7 +22,7 @@ from router.front.intake import ChatMessage, Draft, Prompt
 from router.front.meter import Endpoint
 from router.front.readiness import Readiness, ReadinessHealth
 
-logger = logging.getLogger("tandem.front.grpc")
+logger = logging.getLogger(__name__)
 
 SERVICE_NAME: Final = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
 MAX_MESSAGE_BYTES: Final = 16 << 20

@@ -16,7 +16,7 @@ from router.front.usage import Usage
 from telemetry.logs import log_state
 from telemetry.metrics import Outcome, RouterMetrics
 
-logger = logging.getLogger("tandem.front")
+logger = logging.getLogger(__name__)
 
 _LEFT: Final = (asyncio.CancelledError, GeneratorExit, ConnectionError)
 

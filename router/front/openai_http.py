@@ -26,7 +26,7 @@ from router.front.openai_format import DONE_FRAME, Answer, ChatShape, Completion
 from router.front.openai_schema import BODY, Body, ChatBody, CompletionBody, parse_body
 from router.front.readiness import Readiness
 
-logger = logging.getLogger("tandem.front.http")
+logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES: Final = 1 << 20
 REQUEST_ID_HEADER: Final = "x-request-id"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, generate_latest
 
-from telemetry.metrics import PushOutcome, RouterMetrics, WorkerMetrics
+from telemetry.metrics import PushOutcome, RouterMetrics, WorkerMetrics, WorkerState
 
 ROUTER_FAMILIES = {
     "tandem_kv_bytes_moved",
@@ -32,18 +32,19 @@ WORKER_FAMILIES = {
     "tandem_kv_transfer_push_bytes",
     "tandem_kv_transfer_push_seconds",
     "tandem_kv_transfer_pushes",
-    "tandem_prefix_hit_tokens",
-    "tandem_prefix_hits",
+    "tandem_prefix_hit_blocks",
     "tandem_prefix_index_errors",
     "tandem_prefix_lookups",
     "tandem_worker_blocks",
     "tandem_worker_preemptions",
     "tandem_worker_running_requests",
     "tandem_worker_step_seconds",
-    "tandem_worker_steps",
     "tandem_worker_tokens",
     "tandem_worker_waiting_requests",
 }
+
+
+STATE = WorkerState(5, 2, 1, 3, 4, 0, preemptions=6, index_lookups=7, index_hit_blocks=8, index_failures=9)
 
 
 def test_router_series_are_public() -> None:
@@ -54,21 +55,22 @@ def test_router_series_are_public() -> None:
 
 def test_worker_series_are_public() -> None:
     registry = CollectorRegistry()
-    WorkerMetrics(registry)
+    WorkerMetrics(registry, lambda: STATE)
     assert {family.name for family in registry.collect()} == WORKER_FAMILIES
 
 
 def test_worker_numbers() -> None:
     registry = CollectorRegistry()
-    metrics = WorkerMetrics(registry)
-    metrics.set_blocks(free=5, used=2, quarantined=1)
+    metrics = WorkerMetrics(registry, lambda: STATE)
     metrics.step_done(0.01, prefill_tokens=16, decode_tokens=3)
     metrics.push_done(PushOutcome.DONE, num_bytes=4096, duration_s=0.002)
     metrics.push_done(PushOutcome.FAILED, num_bytes=4096, duration_s=0.002)
     lines = generate_latest(registry).decode().splitlines()
     for line in (
         'tandem_worker_blocks{state="quarantined"} 1.0',
-        "tandem_worker_steps_total 1.0",
+        "tandem_worker_step_seconds_count 1.0",
+        "tandem_worker_preemptions_total 6.0",
+        "tandem_prefix_hit_blocks_total 8.0",
         'tandem_worker_tokens_total{kind="prefill"} 16.0',
         'tandem_kv_transfer_pushes_total{outcome="failed"} 1.0',
         "tandem_kv_transfer_bytes_total 4096.0",
