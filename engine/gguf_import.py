@@ -180,7 +180,8 @@ def _config(metadata: _Metadata) -> dict[str, Any]:
 
 
 def _tensors(metadata: _Metadata, config: dict[str, Any], progress: Progress) -> dict[str, numpy.ndarray]:
-    """All tensors by their Hugging Face names, float32."""
+    """All tensors by their Hugging Face names, float32. Raises: BadModel: one is missing or has no place."""
+    _require_all(metadata, config["num_hidden_layers"])
     tensors = {}
     for tensor in metadata.reader.tensors:
         name = _hugging_face_name(metadata, tensor.name)
@@ -191,8 +192,17 @@ def _tensors(metadata: _Metadata, config: dict[str, Any], progress: Progress) ->
             values = _half_split_rows(values, config["num_key_value_heads"])
         tensors[name] = numpy.ascontiguousarray(values)
         if name.endswith("down_proj.weight"):
-            progress(f"dequantised {name.removeprefix('model.').split('.mlp')[0]}")
+            progress(f"dequantised layer {name.split('.')[2]} of {config['num_hidden_layers']}")
     return tensors
+
+
+def _require_all(metadata: _Metadata, num_layers: int) -> None:
+    """Raise BadModel unless every tensor is there; only the head may be missing: it is then tied to the embedding."""
+    needed = {name for name in GLOBAL_TENSORS if name != "output.weight"}
+    needed |= {f"blk.{index}.{part}.weight" for index in range(num_layers) for part in BLOCK_TENSORS}
+    missing = needed - {tensor.name for tensor in metadata.reader.tensors}
+    if missing:
+        raise BadModel(f"{metadata.name}: missing tensors: {', '.join(sorted(missing))}")
 
 
 def _hugging_face_name(metadata: _Metadata, name: str) -> str:

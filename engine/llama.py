@@ -13,7 +13,8 @@ import torch
 from torch.nn import functional
 
 from engine.attention.backend import StepAttention
-from engine.weights import LayerWeights, ModelConfig, ModelWeights
+from engine.model_config import ModelConfig
+from engine.weights import LayerWeights, ModelWeights
 
 ROW_MULTIPLE = 8
 

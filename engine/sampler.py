@@ -75,7 +75,7 @@ def _ban(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> torch.Tensor:
 def _draw(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> list[int]:
     """Invert the cumulative distribution of each row, [num_rows, vocab_size], float32; temperatures are above 0."""
     temperatures = torch.tensor([spec.sampling.temperature for spec in specs], dtype=torch.float64)
-    # A temperature so small that the quotient overflows means "the best token": the clamp keeps its weight at 1.
+    # The best token's weight is exp(0) = 1 whatever the temperature: a tiny one cannot overflow.
     scaled = ((logits - logits.amax(dim=-1, keepdim=True)).double() / temperatures.unsqueeze(-1)).exp_()
     weights = _filter(scaled, specs)
     cumulative = weights.cumsum(dim=-1)

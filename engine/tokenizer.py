@@ -13,6 +13,7 @@ import tokenizers
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from core.errors import BadModel, BadRequest
+from engine.json_file import read_json_object
 
 
 class Tokenizer:
@@ -47,12 +48,12 @@ class Tokenizer:
             backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
         except Exception as error:  # the library raises bare Exception for every cause
             raise BadModel(f"{folder / 'tokenizer.json'}: cannot be read: {error}") from error
-        config = _read_json(folder / "tokenizer_config.json")
+        config = read_json_object(folder / "tokenizer_config.json")
         generation = folder / "generation_config.json"
         return Tokenizer(
             backend,
             _special_token_id(backend, config, "bos_token") if config.get("add_bos_token") else None,
-            _eos_token_ids(backend, config, _read_json(generation) if generation.exists() else {}),
+            _eos_token_ids(backend, config, read_json_object(generation) if generation.exists() else {}),
             ChatTemplate.parse(config),
         )
 
@@ -220,13 +221,3 @@ def _token_text(declared: Any) -> str | None:
     if isinstance(declared, dict):
         declared = declared.get("content")
     return declared if isinstance(declared, str) else None
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        loaded = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise BadModel(f"{path}: cannot be read as JSON: {error}") from error
-    if not isinstance(loaded, dict):
-        raise BadModel(f"{path}: must hold a JSON object")
-    return loaded

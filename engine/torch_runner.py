@@ -13,9 +13,10 @@ from core.errors import BadRequest, InvariantBroken
 from engine.attention.backend import AttentionBatch
 from engine.attention.cpu import CpuAttention
 from engine.llama import LlamaModel
+from engine.model_config import ModelConfig
 from engine.sampler import sample
 from engine.step import SequenceSlice, StepPlan
-from engine.weights import ModelConfig, load_weights
+from engine.weights import load_weights
 
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from core.errors import BadRequest
 from engine.attention.backend import AttentionBatch
 
 SEGMENT_TOKENS = 128  # below MKL's own split of a sum, which would depend on the matrix's shape
@@ -70,8 +71,13 @@ class CpuAttention:
     name = "torch"
 
     def __init__(self, pool: torch.Tensor, num_heads: int) -> None:
-        """pool: [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim], contiguous, float32 or bfloat16."""
+        """pool: [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim], contiguous, float32 or bfloat16.
+
+        Raises: BadRequest: on `block_size`: a segment of the context is not a whole number of blocks.
+        """
         _, self.num_layers, _, self.num_kv_heads, self.block_size, self.head_dim = pool.shape
+        if SEGMENT_TOKENS % self.block_size:
+            raise BadRequest("block_size", f"must divide {SEGMENT_TOKENS}, got {self.block_size}")
         self.num_heads = num_heads
         self.pool_runs = pool.view(-1, self.block_size * self.head_dim)  # one row: a block of one head's keys or values
         self.pool_slots = pool.view(-1, self.head_dim)  # one row: one token of one head
