@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import signal
@@ -12,10 +13,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
 from tests.acceptance.golden import CASES
-from tests.acceptance.running_cluster import RunningCluster, running_cluster, wait_until
+from tests.acceptance.running_cluster import RunningCluster, pid_listening_on, running_cluster, wait_until
 
 PROSE = next(case for case in CASES if case.name == "prose_1500")
 SHORT = next(case for case in CASES if case.name == "short")
@@ -57,6 +59,8 @@ class Streaming:
                     self._line(line)
         except urllib.error.HTTPError as error:
             self.error = json.load(error)["error"]
+        except (http.client.HTTPException, ConnectionError):
+            self.error = None  # the router itself is gone; `done` stays False
 
     def _line(self, line: bytes) -> None:
         if line.startswith(b"data: [DONE]"):
@@ -135,3 +139,20 @@ def test_a_frozen_decode_worker_is_a_dead_one(cluster: RunningCluster) -> None:
 
     wait_until(replaced, 90.0, lambda: str(cluster.status()))
     assert_serves(cluster, "after-freeze")
+
+
+def test_a_killed_router_is_replaced_and_its_streams_leave_nothing(cluster: RunningCluster) -> None:
+    stream = Streaming(cluster, SHORT.prompt_ids, max_tokens=2000, ignore_eos=True, cache_salt="kill-router")
+    wait_until(lambda: len(stream.token_ids) > 5, 60.0)
+    os.kill(pid_listening_on(int(cluster.grpc.rpartition(":")[2])), signal.SIGKILL)
+    stream.join(30)
+    assert not stream.done  # the connection broke: the client sees that, and may ask again
+
+    def back() -> bool:
+        try:
+            return {item.life for item in cluster.workers().values()} == {"ready"} and len(cluster.workers()) == 2
+        except grpc.RpcError:
+            return False
+
+    wait_until(back, 60.0)
+    assert_serves(cluster, "after-router")

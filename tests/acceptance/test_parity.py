@@ -1,0 +1,73 @@
+"""Where a prompt is prefilled never changes what is said: sampled, stopped, shortest and longest requests alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.acceptance.golden import CASES
+from tests.acceptance.running_cluster import RunningCluster
+
+STORY = next(case for case in CASES if case.name == "story")
+
+
+def both_ways(cluster: RunningCluster, **fields: Any) -> dict[str, Any]:
+    """The answer, equal for a remote and a local prefill; caches cannot help, as the salts differ."""
+    fields = {"prompt": list(STORY.prompt_ids), "max_tokens": 40, **fields}
+    remote, local = (
+        cluster.complete(cache_salt=f"parity-{where}-{fields}", tandem={"prefill": where}, **fields)
+        for where in ("remote", "local")
+    )
+    assert remote["usage"]["tandem"]["kv_blocks_moved"] > 0 or fields["max_tokens"] == 1
+    assert local["usage"]["tandem"]["kv_blocks_moved"] == 0
+    assert remote["choices"] == local["choices"]
+    assert remote["usage"]["completion_tokens"] == local["usage"]["completion_tokens"]
+    return remote["choices"][0]
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"temperature": 1.0, "seed": 1},
+        {"temperature": 0.7, "top_p": 0.8, "seed": 2},
+        {"temperature": 1.5, "top_k": 5, "seed": 3},
+    ],
+)
+def test_sampled_with_a_seed(pair: RunningCluster, sampling: dict[str, Any]) -> None:
+    first = both_ways(pair, **sampling)
+    assert first["token_ids"] != list(STORY.output_ids[:40])  # it is not greedy after all
+    other = both_ways(pair, **{**sampling, "seed": 77})
+    assert other["token_ids"] != first["token_ids"]
+
+
+def test_stop_strings_end_at_the_same_token(pair: RunningCluster) -> None:
+    words = STORY.output_text.split()
+    stop = f"{words[3]} {words[4]}"  # spans tokens
+    choice = both_ways(pair, stop=[stop, "never there"])
+    assert choice["finish_reason"] == "stop"
+    assert choice["text"] == STORY.output_text[: STORY.output_text.index(stop)]
+    assert choice["token_ids"] == list(STORY.output_ids[: len(choice["token_ids"])])
+    assert len(choice["token_ids"]) < 40
+
+
+def test_stop_ids_and_min_tokens(pair: RunningCluster) -> None:
+    stop_id = STORY.output_ids[4]
+    assert STORY.output_ids.index(stop_id) <= 4
+    early = both_ways(pair, stop_token_ids=[stop_id])
+    assert early["token_ids"] == list(STORY.output_ids[: STORY.output_ids.index(stop_id) + 1])
+    late = both_ways(pair, stop_token_ids=[stop_id], min_tokens=12)
+    assert len(late["token_ids"]) >= 12 and stop_id not in late["token_ids"][:11]
+
+
+@pytest.mark.parametrize("length", [1, 2])
+def test_the_shortest_outputs(pair: RunningCluster, length: int) -> None:
+    choice = both_ways(pair, max_tokens=length)
+    assert choice["token_ids"] == list(STORY.output_ids[:length])
+    assert choice["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("num_prompt_tokens", [15, 16, 17, 32])
+def test_prompts_around_a_block_boundary(pair: RunningCluster, num_prompt_tokens: int) -> None:
+    prose = next(case for case in CASES if case.name == "prose_256")
+    both_ways(pair, prompt=list(prose.prompt_ids[:num_prompt_tokens]), max_tokens=20)
