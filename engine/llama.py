@@ -59,6 +59,8 @@ class LlamaModel:
         for index, layer in enumerate(self._weights.layers):
             residual += self._attention(index, layer, residual, num_tokens, rotation, attention)
             residual += self._feed_forward(layer, residual)
+        if not len(rows):  # the head is a quarter of the weights: not for nothing
+            return residual.new_empty((0, self.config.vocab_size))
         hidden = self._norm(_pad_rows(residual[rows]), self._weights.final_norm)
         return functional.linear(hidden, self._weights.head)[: len(rows)]
 
@@ -96,10 +98,10 @@ class LlamaModel:
 
 
 def _pad_rows(rows: torch.Tensor) -> torch.Tensor:
-    """Append zero rows up to a multiple of ROW_MULTIPLE, at least one multiple.
+    """Append zero rows up to a multiple of ROW_MULTIPLE.
 
     MKL takes other float32 kernels, which add in another order, for 1 to 3 rows (and, on several threads, for a few
     more counts). With whole multiples of 8 a row's result is the same to the bit in any batch.
     """
-    missing = -len(rows) % ROW_MULTIPLE if len(rows) else ROW_MULTIPLE
+    missing = -len(rows) % ROW_MULTIPLE
     return torch.cat((rows, rows.new_zeros((missing, *rows.shape[1:])))) if missing else rows

@@ -79,7 +79,7 @@ class TorchModelRunner:
         """See ModelRunner."""
         specs = [item.sample for item in plan.slices if item.sample is not None]
         with torch.inference_mode():
-            drawn = iter(sample(self.logits(plan), specs) if specs else self._compute_only(plan))
+            drawn = iter(sample(self.logits(plan), specs))
         return [None if item.sample is None else next(drawn) for item in plan.slices]
 
     def logits(self, plan: StepPlan) -> torch.Tensor:
@@ -94,10 +94,6 @@ class TorchModelRunner:
             return self._model.logits(
                 token_ids, batch.positions, self._attention.begin_step(batch), _sampled_rows(plan.slices)
             )
-
-    def _compute_only(self, plan: StepPlan) -> list[int]:
-        self.logits(plan)
-        return []
 
     def _attention_batch(self, slices: Sequence[SequenceSlice]) -> AttentionBatch:
         """Flatten checked slices."""
