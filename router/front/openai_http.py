@@ -29,6 +29,7 @@ from router.front.readiness import Readiness
 logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES: Final = 1 << 20
+SHUTDOWN_TIMEOUT_S: Final = 1.0  # the dispatcher has drained by then: what is still open is an idle or broken client
 REQUEST_ID_HEADER: Final = "x-request-id"
 REQUEST_ID: Final = web.RequestKey("request_id", str)
 STREAM_HEADERS: Final = {
@@ -53,7 +54,7 @@ def build_http_app(front: Front, readiness: Readiness, max_body_bytes: int = MAX
 
 def build_http_runner(app: web.Application) -> web.AppRunner:
     """A runner that cancels a handler when its client leaves, without which work would go on for nobody."""
-    return web.AppRunner(app, handler_cancellation=True, access_log=None)
+    return web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_TIMEOUT_S)
 
 
 class OpenAiEndpoints:

@@ -62,7 +62,7 @@ async def front(dispatcher: ScriptedDispatcher, metrics: RouterMetrics) -> Front
 async def http_port(front: Front, readiness: Switch) -> AsyncIterator[int]:
     runner = build_http_runner(build_http_app(front, readiness))
     await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0, shutdown_timeout=0.1)
+    site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
     yield runner.addresses[0][1]
     await runner.cleanup()
