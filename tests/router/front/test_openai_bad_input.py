@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from typing import Any
 
@@ -160,7 +161,7 @@ BAD_BODIES: list[tuple[str, bytes, str]] = [
 
 @pytest.mark.parametrize(("raw", "words"), [case[1:] for case in BAD_BODIES], ids=[case[0] for case in BAD_BODIES])
 async def test_bad_body(http: aiohttp.ClientSession, dispatcher: ScriptedDispatcher, raw: bytes, words: str) -> None:
-    async with http.post(PATHS["completion"], data=raw) as response:
+    async with http.post(PATHS["completion"], data=io.BytesIO(raw)) as response:
         error = (await response.json())["error"]
         assert (response.status, error["param"]) == (400, "body")
         assert words in error["message"]
