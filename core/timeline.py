@@ -10,7 +10,6 @@ class Timeline:
     """Monotonic seconds; None until it happened."""
 
     arrived_s: float
-    reserved_s: float | None = None
     first_token_s: float | None = None
     last_token_s: float | None = None
     output_tokens: int = 0

@@ -122,9 +122,6 @@ class Scheduler:
         self._forget(sequence)
         return True
 
-    def holds(self, request_id: str) -> bool:
-        return request_id in self._sequences
-
     def plan(self) -> StepPlan | None:
         """The next step, or None when there is nothing to compute. One step is in flight at a time."""
         if self._in_flight is not None:

@@ -14,7 +14,7 @@ from core.membership import WorkerRef
 class LeaseConfig:
     """All in seconds.
 
-    lease_s: a side that hears nothing of a hand-off for so long ends it. renew_s: how often a source renews.
+    lease_s: a target that hears nothing of a hand-off for so long ends it. renew_s: how often a source renews.
     settle_s: how long after a peer's death its last writes may still arrive. stop_retry_s: how often a stopping
     target asks again. landed_timeout_s: how long a source waits for Landed after its last push.
     """

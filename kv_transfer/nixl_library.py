@@ -46,6 +46,7 @@ _ERROR_NAMES: Final = (
     "nixlNotFoundError",
     "nixlNotPostedError",
     "nixlNotSupportedError",
+    "nixlRemoteDisconnectError",
     "nixlRepostActiveError",
     "nixlUnknownError",
 )
@@ -56,8 +57,7 @@ class NixlLibrary:
     """The loaded library. Its errors share no base class, so they are collected here."""
 
     api: ModuleType
-    disconnect_error: type[Exception]  # the peer's endpoint is dead
-    errors: tuple[type[Exception], ...]  # every error NIXL raises, that one included
+    errors: tuple[type[Exception], ...]
 
     def open_agent(self, name: str) -> Any:
         """An agent without progress thread (it would spin a core) and with strict locking (the default crashes
@@ -79,8 +79,7 @@ def load_nixl(memory_kind: str) -> NixlLibrary:
         os.environ.setdefault(name, value)
     api = importlib.import_module("nixl_cu13._api")
     bindings = importlib.import_module("nixl_cu13._bindings")
-    disconnect: type[Exception] = bindings.nixlRemoteDisconnectError
-    return NixlLibrary(api, disconnect, (disconnect, *(getattr(bindings, name) for name in _ERROR_NAMES)))
+    return NixlLibrary(api, tuple(getattr(bindings, name) for name in _ERROR_NAMES))
 
 
 def register_region(agent: Any, region: MemoryPool) -> Any:

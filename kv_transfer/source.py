@@ -29,13 +29,17 @@ MAX_OVER: Final = 100_000  # hand-offs remembered as over, so that a late or dou
 @dataclass(slots=True)
 class _Outgoing:
     ticket: HandoffTicket
-    deadline_s: float
     renew_at_s: float
+    landed_by_s: float | None = None  # set with the last push: Landed must come before
     state: HandoffState = HandoffState.PLANNED
     next_block: int = 0  # index in the prompt of the first block not pushed yet
     num_pushes: int = 0
     in_flight: dict[int, tuple[int, ...]] = field(default_factory=dict)  # sequence -> our blocks
-    last_pushed: bool = False
+
+    @property
+    def active(self) -> bool:
+        """Neither stopping nor over."""
+        return self.state in (HandoffState.RESERVED, HandoffState.MOVING)
 
     def move(self, event: HandoffEvent) -> None:
         self.state = next_state(self.ticket.handoff_id, self.state, event)
@@ -56,11 +60,7 @@ class SourceSide:
     def is_open(self, handoff_id: str) -> bool:
         """True while pushes may be asked for."""
         session = self._open.get(handoff_id)
-        return session is not None and session.state in (HandoffState.RESERVED, HandoffState.MOVING)
-
-    def state(self, handoff_id: str) -> HandoffState | None:
-        session = self._open.get(handoff_id)
-        return session.state if session else None
+        return session is not None and session.active
 
     def open(self, ticket: HandoffTicket, now: float) -> list[Effect]:
         """Accept a ticket. One whose hand-off is over, or was stopped before it came, is answered Quiet."""
@@ -68,7 +68,7 @@ class SourceSide:
             raise InvariantBroken(f"handoff {ticket.handoff_id} opened twice")
         if ticket.handoff_id in self._over:
             return [self._notify(ticket, Quiet("over before it started"))]
-        session = _Outgoing(ticket, now + self._lease.lease_s, now + self._lease.renew_s, next_block=ticket.first_block)
+        session = _Outgoing(ticket, now + self._lease.renew_s, next_block=ticket.first_block)
         session.move(HandoffEvent.BLOCKS_RESERVED)
         self._open[ticket.handoff_id] = session
         return [self._notify(ticket, Renew())]
@@ -88,7 +88,7 @@ class SourceSide:
         last: nothing follows; a notice goes out even when no block is left to push.
         """
         session = self._open[handoff_id]
-        if session.state not in (HandoffState.RESERVED, HandoffState.MOVING) or session.last_pushed:
+        if not session.active or session.landed_by_s is not None:
             return []
         ticket, first = session.ticket, session.next_block
         end = min(num_ready, ticket.first_block + len(ticket.block_ids))
@@ -100,10 +100,10 @@ class SourceSide:
         body = BlocksPushed(sequence, first, len(ours), session.num_pushes if last else 0, first_token)
         if session.state is HandoffState.RESERVED:
             session.move(HandoffEvent.WRITES_POSSIBLE)
-        session.next_block, session.last_pushed = max(first, end), last
+        session.next_block = max(first, end)
         session.in_flight[sequence] = ours
         if last:
-            session.deadline_s = now + self._lease.landed_timeout_s
+            session.landed_by_s = now + self._lease.landed_timeout_s
         self._blocks.hold(ours)
         return [Push(ticket.target, ours, theirs, HandoffNotice(handoff_id, ticket.generation, body))]
 
@@ -149,7 +149,7 @@ class SourceSide:
         session = self._open.get(handoff_id)
         if session is None:
             return []
-        if session.state in (HandoffState.RESERVED, HandoffState.MOVING):
+        if session.active:
             session.move(HandoffEvent.CANCELLED)
         return self._settle(session, "cancelled")
 
@@ -164,9 +164,9 @@ class SourceSide:
         """Renew what is open; end what has waited too long for Landed."""
         effects: list[Effect] = []
         for session in list(self._open.values()):
-            if session.state not in (HandoffState.RESERVED, HandoffState.MOVING):
+            if not session.active:
                 continue
-            if session.last_pushed and now >= session.deadline_s:
+            if session.landed_by_s is not None and now >= session.landed_by_s:
                 effects += self.cancel(session.ticket.handoff_id)
             elif now >= session.renew_at_s:
                 session.renew_at_s = now + self._lease.renew_s
@@ -176,7 +176,7 @@ class SourceSide:
     def _settle(self, session: _Outgoing, reason: str) -> list[Effect]:
         """End the session once nothing is under way: LANDED -> RELEASED, STOPPING -> ABORTED."""
         handoff_id = session.ticket.handoff_id
-        if session.in_flight or session.state in (HandoffState.RESERVED, HandoffState.MOVING):
+        if session.in_flight or session.active:
             return []
         self._remember_over(handoff_id)
         del self._open[handoff_id]
