@@ -1,0 +1,85 @@
+"""The house's own order: lists of rooms equal the folders, `__init__.py` files are empty, what pages name exists."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+NOT_ROOMS = {"tests", "bench"}  # ours too, but imported by no room
+
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+# In backticks, with at least one slash: a path of this repository.
+PATH = re.compile(r"`((?:[\w.-]+/)+[\w.-]*)`")
+ELSEWHERE = re.compile(r"^(/|\.venv/|\.hypothesis/)")  # made by us, not committed
+
+
+def rooms() -> set[str]:
+    """Folders at the root that can be imported."""
+    return {path.parent.name for path in ROOT.glob("*/__init__.py")} - NOT_ROOMS
+
+
+def settings() -> dict[str, Any]:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
+
+
+def layered(layers: list[str]) -> set[str]:
+    return {name.strip() for layer in layers for name in layer.split("|")}
+
+
+def test_every_list_of_rooms_names_the_folders_that_exist() -> None:
+    tool = settings()
+    packages = {name.removesuffix("*") for name in tool["setuptools"]["packages"]["find"]["include"]}
+    contracts = tool["importlinter"]["contracts"]
+    (layers,) = [contract["layers"] for contract in contracts if contract["type"] == "layers"]
+    assert packages - {"tandem"} == rooms()  # `tandem` is the stubs' package, below proto/python
+    assert set(tool["importlinter"]["root_packages"]) == rooms()
+    assert layered(layers) == rooms()
+    assert set(tool["ruff"]["lint"]["isort"]["known-first-party"]) == rooms() | NOT_ROOMS
+
+
+def test_quiet_modules_exist_and_are_typed_strictly() -> None:
+    tool = settings()
+    (quiet,) = [
+        contract["source_modules"] for contract in tool["importlinter"]["contracts"] if contract["type"] == "forbidden"
+    ]
+    (strict,) = [item["module"] for item in tool["mypy"]["overrides"] if item.get("strict")]
+    assert sorted(quiet) == sorted(name.removesuffix(".*") for name in strict)
+    for name in quiet:
+        path = ROOT / name.replace(".", "/")
+        assert path.with_suffix(".py").is_file() or (path / "__init__.py").is_file(), name
+
+
+def test_init_files_are_empty() -> None:
+    folders = [*rooms(), "proto/python"]
+    filled = [path for name in folders for path in (ROOT / name).rglob("__init__.py") if path.read_bytes()]
+    assert filled == []
+
+
+def test_proto_hides_no_other_package() -> None:
+    """`proto` is also the import name of a published package."""
+    assert (ROOT / "proto/tandem/v1").is_dir()
+    assert list((ROOT / "proto").glob("*.py")) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
+def test_what_a_page_links_to_or_names_exists(page: Path) -> None:
+    text = page.read_text()
+    links = [target.partition("#")[0] for target in LINK.findall(text) if "://" not in target]
+    missing = [target for target in links if target and not (page.parent / target).exists()]
+    named = [name for name in PATH.findall(text) if not ELSEWHERE.match(name)]
+    missing += [name for name in named if not (ROOT / name).exists()]
+    assert missing == []
+
+
+def test_pages_are_looked_at() -> None:
+    """The positive control of the test above: its patterns find what is there."""
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    assert "core/handoff.py" in PATH.findall(text)
+    assert "docs/adr/" in PATH.findall(text)
+    assert "ARCHITECTURE.md" in LINK.findall((ROOT / "README.md").read_text())
