@@ -5,12 +5,13 @@
 4. DECODING: the first token is out (or the decode worker does both), the rest streams.
 5. DONE: finished, failed or cancelled; every worker that held something was told.
 
-A worker knows an attempt, not a request: each new plan has a new attempt id, so what an old one still says is
-ignored. Each output position is delivered once, in order, whichever worker it comes from.
+A worker knows an attempt, not a request: each new plan has an attempt id that was never used before, by any router,
+so what an old one still says is ignored, and a caller may use a request id again. Each output position is delivered once, in order, whichever worker it comes from.
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Final, assert_never
@@ -91,6 +92,7 @@ class Planned:
 
     request_id: str
     attempt: int
+    attempt_id: str
     choice: Choice
 
 
@@ -105,14 +107,11 @@ class _Flow:
     queue_deadline_s: float
     stage: Stage = Stage.QUEUED
     attempt: int = 0
+    attempt_id: str = ""
     choice: Choice | None = None
     prefill_open: bool = False  # the prefill worker still counts this request
     next_position: int = 0
     early: dict[int, TokenDelta] = field(default_factory=dict)  # decode's tokens that overtook the first one
-
-    @property
-    def attempt_id(self) -> str:
-        return f"{self.request.request_id}#{self.attempt}"
 
     def move(self, to: Stage) -> None:
         if to not in NEXT_STAGES[self.stage]:
@@ -121,11 +120,13 @@ class _Flow:
 
 
 class Dispatcher:
-    """Every open request of one router."""
+    """Every open request of one router. `router_id` is of this life of the router alone."""
 
-    def __init__(self, config: DispatcherConfig, view: ClusterView) -> None:
+    def __init__(self, config: DispatcherConfig, view: ClusterView, router_id: str) -> None:
         self._config = config
         self._view = view
+        self._router_id = router_id
+        self._serials = itertools.count(1)
         self._flows: dict[str, _Flow] = {}  # by request id, in order of arrival
         self._attempts: dict[str, _Flow] = {}  # by attempt id
 
@@ -210,12 +211,13 @@ class Dispatcher:
         if choice is None:
             return []
         flow.attempt += 1
+        flow.attempt_id = f"{flow.request.request_id}#{self._router_id}.{next(self._serials)}"
         flow.choice = choice
         self._attempts[flow.attempt_id] = flow
         num_tokens = flow.request.num_prompt_tokens
         self._view.assign(choice.decode, num_tokens)
         request = replace(flow.request, request_id=flow.attempt_id)
-        planned = Planned(flow.request.request_id, flow.attempt, choice)
+        planned = Planned(flow.request.request_id, flow.attempt, flow.attempt_id, choice)
         if choice.prefill is None:
             flow.move(Stage.DECODING)
             return [planned, Send(choice.decode, StartGeneration(request))]

@@ -36,7 +36,7 @@ class Cluster:
 
     def __init__(self, *names: str, **config) -> None:
         self.view = ClusterView()
-        self.dispatcher = Dispatcher(DispatcherConfig(**config), self.view)
+        self.dispatcher = Dispatcher(DispatcherConfig(**config), self.view, "x")
         self.refs: dict[str, WorkerRef] = {}
         for name in names:
             self.join(name)
@@ -60,7 +60,7 @@ class Cluster:
     def say(self, name: str, *deltas: TokenDelta) -> list[Effect]:
         return self.dispatcher.answered(self.refs[name], StepOutput(deltas, IDLE), 0.0)
 
-    def reserved(self, attempt: str = "r#1", decode: str = "d1") -> list[Effect]:
+    def reserved(self, attempt: str = "r#x.1", decode: str = "d1") -> list[Effect]:
         ticket = HandoffTicket(attempt, self.refs[decode], 1, 0, (1, 2))
         return self.dispatcher.answered(self.refs[decode], Reserved(attempt, ticket), 0.0)
 
@@ -75,7 +75,7 @@ def request(name: str = "r") -> GenerateRequest:
     return GenerateRequest(name, tuple(range(20)), SamplingParams(0.0), StopConditions(max_tokens=8))
 
 
-def delta(position: int, *tokens: int, attempt: str = "r#1", finish: FinishReason | None = None) -> TokenDelta:
+def delta(position: int, *tokens: int, attempt: str = "r#x.1", finish: FinishReason | None = None) -> TokenDelta:
     return TokenDelta(attempt, position, tokens, finish)
 
 
@@ -98,7 +98,7 @@ def test_a_request_is_reserved_prefilled_and_decoded() -> None:
     assert isinstance(planned, Planned) and planned.choice.reason is ChoiceReason.PREFILL_POOL
     assert isinstance(send, Send) and isinstance(send.command, ReserveBlocks)
     assert (send.worker, send.command.source, send.command.handoff_id) == (
-        cluster.refs["d1"], cluster.refs["p1"], "r#1",
+        cluster.refs["d1"], cluster.refs["p1"], "r#x.1",
     )  # fmt: skip
     (prefill,) = commands(cluster.reserved())
     assert isinstance(prefill, StartPrefill) and prefill.ticket.block_ids == (1, 2)
@@ -132,7 +132,7 @@ def test_a_first_token_that_ends_the_request_recalls_decode() -> None:
     effects = cluster.say("p1", delta(0, 50, finish=FinishReason.STOP))
     assert delivered(effects) == [(0, (50,))]
     assert [(effect.worker, effect.command) for effect in effects if isinstance(effect, Send)] == [
-        (cluster.refs["d1"], CancelRequest("r#1"))
+        (cluster.refs["d1"], CancelRequest("r#x.1"))
     ]
     cluster.assert_idle()
 
@@ -212,6 +212,17 @@ def test_a_cancel_reaches_every_worker_that_holds_something(stage: str) -> None:
     cluster.assert_idle()
 
 
+def test_a_request_id_may_be_used_again_and_hears_nothing_of_its_past() -> None:
+    cluster = Cluster("d1")
+    first = cluster.submit()[0]
+    cluster.dispatcher.cancel("r")
+    second = cluster.submit()[0]
+    assert isinstance(first, Planned) and isinstance(second, Planned)
+    assert first.attempt_id != second.attempt_id
+    assert delivered(cluster.say("d1", delta(0, 9, attempt=first.attempt_id))) == []
+    assert delivered(cluster.say("d1", delta(0, 9, attempt=second.attempt_id))) == [(0, (9,))]
+
+
 @pytest.mark.parametrize("dead", ["p1", "d1"])
 def test_a_worker_lost_before_the_first_token_is_planned_again_elsewhere(dead: str) -> None:
     cluster = Cluster("p1", "d1", "p2", "d2")
@@ -222,7 +233,7 @@ def test_a_worker_lost_before_the_first_token_is_planned_again_elsewhere(dead: s
     again = next(effect for effect in effects if isinstance(effect, Planned))
     assert again.attempt == 2
     assert lost not in (again.choice.prefill, again.choice.decode)
-    assert delivered(cluster.say(again.choice.prefill.worker_id, delta(0, 9, attempt="r#1"))) == []
+    assert delivered(cluster.say(again.choice.prefill.worker_id, delta(0, 9, attempt="r#x.1"))) == []
 
 
 def test_a_decode_worker_lost_after_the_first_token_ends_the_request_with_a_clear_error() -> None:
@@ -251,7 +262,7 @@ def test_refusals() -> None:
     ):
         cluster = Cluster("d1")
         cluster.submit()
-        refused = cluster.dispatcher.answered(cluster.refs["d1"], Refused("r#1", reason, "why"), 0.0)
+        refused = cluster.dispatcher.answered(cluster.refs["d1"], Refused("r#x.1", reason, "why"), 0.0)
         assert isinstance(failure(refused), kind)
         cluster.assert_idle()
 
@@ -260,9 +271,9 @@ def test_a_failed_transfer_is_planned_again_until_attempts_run_out() -> None:
     cluster = Cluster("p1", "d1", max_attempts=2)
     cluster.submit()
     cluster.reserved()
-    first = cluster.dispatcher.answered(cluster.refs["d1"], Refused("r#1", RefuseReason.TRANSFER_FAILED, "x"), 0.0)
-    assert CancelRequest("r#1") in commands(first)
-    second = cluster.dispatcher.answered(cluster.refs["d1"], Refused("r#2", RefuseReason.TRANSFER_FAILED, "x"), 0.0)
+    first = cluster.dispatcher.answered(cluster.refs["d1"], Refused("r#x.1", RefuseReason.TRANSFER_FAILED, "x"), 0.0)
+    assert CancelRequest("r#x.1") in commands(first)
+    second = cluster.dispatcher.answered(cluster.refs["d1"], Refused("r#x.2", RefuseReason.TRANSFER_FAILED, "x"), 0.0)
     assert isinstance(failure(second), TransferFailed)
     cluster.assert_idle()
 
@@ -272,7 +283,7 @@ def test_a_draining_worker_takes_nothing_new_and_its_refusal_is_planned_elsewher
     planned = cluster.submit()[0]
     assert isinstance(planned, Planned)
     first = planned.choice.decode
-    again = cluster.dispatcher.answered(first, Refused("r#1", RefuseReason.DRAINING), 0.0)
+    again = cluster.dispatcher.answered(first, Refused("r#x.1", RefuseReason.DRAINING), 0.0)
     assert [effect.choice.decode for effect in again if isinstance(effect, Planned)] != [first]
     assert all(
         isinstance(effect, Send) or effect.choice.decode != first
@@ -296,6 +307,7 @@ def test_in_any_order_of_answers_losses_and_cancels_nothing_stays_on_the_books(s
     cluster = Cluster("p1", "p2", "d1", "d2")
     seen: defaultdict[str, int] = defaultdict(int)
     open_requests: set[str] = set()
+    attempts = ["never planned"]
     lives = 1
 
     def take(effects: list[Effect]) -> None:
@@ -305,6 +317,9 @@ def test_in_any_order_of_answers_losses_and_cancels_nothing_stays_on_the_books(s
                 seen[effect.request_id] += len(effect.delta.token_ids)
                 if effect.delta.finish_reason is not None:
                     open_requests.discard(effect.request_id)
+            elif isinstance(effect, Planned):
+                assert effect.attempt_id not in attempts
+                attempts.append(effect.attempt_id)
             elif isinstance(effect, Fail):
                 assert effect.request_id in open_requests
                 open_requests.discard(effect.request_id)
@@ -313,7 +328,7 @@ def test_in_any_order_of_answers_losses_and_cancels_nothing_stays_on_the_books(s
 
     for step in range(120):
         name, worker = f"r{rng.randrange(6)}", rng.choice(["p1", "p2", "d1", "d2"])
-        attempt = f"{name}#{rng.randrange(1, 4)}"
+        attempt = rng.choice(attempts)
         match rng.randrange(7):
             case 0 if name not in open_requests:
                 open_requests.add(name)
@@ -323,7 +338,8 @@ def test_in_any_order_of_answers_losses_and_cancels_nothing_stays_on_the_books(s
                 take(cluster.reserved(attempt, rng.choice(["d1", "d2"])))
             case 2 | 3:
                 finish = rng.choice([None, None, None, FinishReason.LENGTH])
-                take(cluster.say(worker, delta(seen[name] + rng.randrange(3), 5, attempt=attempt, finish=finish)))
+                position = seen[attempt.partition("#")[0]] + rng.randrange(3)
+                take(cluster.say(worker, delta(position, 5, attempt=attempt, finish=finish)))
             case 4:
                 reason = rng.choice(list(RefuseReason))
                 take(cluster.dispatcher.answered(cluster.refs[worker], Refused(attempt, reason), float(step)))
