@@ -6,7 +6,8 @@
 5. DONE: finished, failed or cancelled; every worker that held something was told.
 
 A worker knows an attempt, not a request: each new plan has an attempt id that was never used before, by any router,
-so what an old one still says is ignored, and a caller may use a request id again. Each output position is delivered once, in order, whichever worker it comes from.
+so what an old one still says is ignored, and a caller may use a request id again. Each output position is delivered
+once, in order, whichever worker it comes from.
 """
 
 from __future__ import annotations
