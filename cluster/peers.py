@@ -11,13 +11,14 @@ import grpc
 from tandem.v1 import worker_pb2 as pb
 from tandem.v1 import worker_pb2_grpc as pb_grpc
 
-from core.errors import PeerRefused, TandemError
+from core.errors import PeerRefused, WorkerLost
 from core.membership import WorkerInfo, WorkerRef
 from core.messages import PeerConnected
 from kv_transfer.driver import HandoffDriver
 from kv_transfer.transport import PoolDescription
 from kv_transfer.wire import pool_description_from_proto, pool_description_to_proto
 from telemetry.logs import log_state
+from telemetry.tasks import Spawn
 
 logger = logging.getLogger(__name__)
 
@@ -27,14 +28,18 @@ LAST_RETRY_S: Final = 5.0
 
 
 class Peers:
-    """on_connected hears of every new or renewed path; it goes to the routers."""
+    """on_connected hears of every new or renewed path; it goes to the routers.
+
+    spawn: runs a task and watches over it.
+    """
 
     def __init__(
-        self, me: PoolDescription, driver: HandoffDriver, on_connected: Callable[[PeerConnected], None]
+        self, me: PoolDescription, driver: HandoffDriver, on_connected: Callable[[PeerConnected], None], spawn: Spawn
     ) -> None:
         self._me = me
         self._driver = driver
         self._on_connected = on_connected
+        self._spawn = spawn
         self._infos: dict[WorkerRef, WorkerInfo] = {}
         self._links: dict[WorkerRef, PeerConnected] = {}
         self._tasks: dict[WorkerRef, asyncio.Task[None]] = {}
@@ -73,7 +78,7 @@ class Peers:
             self._start(self._infos[ref])
 
     def _start(self, info: WorkerInfo) -> None:
-        self._tasks[info.ref] = asyncio.get_running_loop().create_task(self._connect(info))
+        self._tasks[info.ref] = self._spawn(self._connect(info))
 
     async def _connect(self, info: WorkerInfo) -> None:
         retry_s = FIRST_RETRY_S
@@ -84,7 +89,7 @@ class Peers:
             except PeerRefused as error:
                 log_state(logger, logging.ERROR, peer=info.ref, state="refused", reason=str(error))
                 return
-            except (TandemError, grpc.aio.AioRpcError) as error:
+            except (WorkerLost, grpc.aio.AioRpcError) as error:
                 log_state(logger, logging.WARNING, peer=info.ref, state="unreachable", reason=str(error))
             await asyncio.sleep(retry_s)
             retry_s = min(2 * retry_s, LAST_RETRY_S)

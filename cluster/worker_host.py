@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
-from collections.abc import Coroutine
 from typing import Final
 
 import grpc
@@ -53,6 +51,7 @@ from prefill_worker.service import PrefillService
 from prefill_worker.session import PrefillConfig, PrefillSession
 from telemetry.logs import log_state
 from telemetry.metrics import PushOutcome, WorkerMetrics, WorkerState
+from telemetry.tasks import EXIT_INVARIANT_BROKEN, BackgroundTasks, end_process
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +60,6 @@ ANNOUNCE_TIMEOUT_S: Final = 2.0
 TICK_INTERVAL_S: Final = 0.1
 INDEX_TTL_S: Final = 300.0
 MAX_MESSAGE_BYTES: Final = 64 << 20
-EXIT_INVARIANT_BROKEN: Final = 70
 EXIT_GIVEN_UP: Final = 71
 
 
@@ -72,6 +70,7 @@ class WorkerHost:
         """Raises BadModel or BadRequest: the configuration cannot be served."""
         self._config = config
         self._draining = False
+        self._tasks = BackgroundTasks(self._broken)
         self._ref = WorkerRef(config.worker_id, config.incarnation)
         self._engine: Engine = await asyncio.to_thread(build_engine, config)
         self._build_transfer()
@@ -80,10 +79,9 @@ class WorkerHost:
         self._metrics = WorkerMetrics(CollectorRegistry(), self._state)
         self._driver.on_push = self._pushed
         await self._listen()
-        self._background: set[asyncio.Task[None]] = set()
-        self._supervise(self._loop.start())
+        self._tasks.watch(self._loop.start())
         for work in (self._announce_forever(), self._tick_forever(), self._refresh_index_forever()):
-            self._spawn(work)
+            self._tasks.spawn(work)
         return self._info
 
     async def drain(self, timeout_s: float) -> None:
@@ -95,8 +93,7 @@ class WorkerHost:
 
     async def stop(self) -> None:
         """Close servers, engine and transport. What still runs ends with an error at its router."""
-        for task in self._background:
-            task.cancel()
+        self._tasks.cancel()
         await self._peers.close()
         await self._server.stop(grace=0.2)
         await self._loop.stop()
@@ -116,7 +113,7 @@ class WorkerHost:
             self._transport, self._handoffs, time.monotonic, self._handoff_ended, on_broken=self._broken
         )
         self._streams = RouterStreams()
-        self._peers = Peers(self._transport.describe(), self._driver, self._streams.send)
+        self._peers = Peers(self._transport.describe(), self._driver, self._streams.send, self._tasks.spawn)
         url = self._config.redis_url
         digest = engine.identity.digest()
         self._index: PrefixIndex = RedisPrefixIndex(url, self._ref, digest, INDEX_TTL_S) if url else NoPrefixIndex()
@@ -127,7 +124,14 @@ class WorkerHost:
         if self._config.role is Role.PREFILL:
             prefill = PrefillSession(PrefillConfig(block_bytes=engine.block_bytes), engine.scheduler, self._handoffs)
             self._role = PrefillService(
-                prefill, self._driver, self._index, self._peers.is_connected, send, self._wake, time.monotonic
+                prefill,
+                self._driver,
+                self._index,
+                self._peers.is_connected,
+                send,
+                self._wake,
+                self._tasks.spawn,
+                time.monotonic,
             )
         else:
             decode = DecodeSession(DecodeConfig(block_bytes=engine.block_bytes), engine.scheduler, self._handoffs)
@@ -149,6 +153,7 @@ class WorkerHost:
             on_open=self._say_load,
             on_command=self._command,
             on_closed=self._router_closed,
+            spawn=self._tasks.spawn,
         )
         pb_grpc.add_WorkerServiceServicer_to_server(servicer, self._server)
         port = self._server.add_insecure_port(f"{self._config.host}:0")
@@ -169,13 +174,13 @@ class WorkerHost:
 
     # --- what happens -------------------------------------------------------------------------------------------
 
-    async def _command(self, stream: RouterStream, command: Command) -> None:
+    def _command(self, stream: RouterStream, command: Command) -> None:
         match command:
             case PeerJoined(worker):
                 self._peers.joined(worker)
             case PeerDead(worker):
-                self._spawn(self._peers.dead(worker))
-                self._spawn(self._index.purge(worker))
+                self._tasks.spawn(self._peers.dead(worker))
+                self._tasks.spawn(self._index.purge(worker))
             case CancelRequest(request_id):
                 self._role.command(command)
                 self._streams.disown(request_id)
@@ -212,9 +217,9 @@ class WorkerHost:
         """Tell the shared index what became findable here and what ceased to be."""
         changes = self._engine.pool.take_changes()
         if changes.stored:
-            self._spawn(self._index.announce(changes.stored))
+            self._tasks.spawn(self._index.announce(changes.stored))
         if changes.evicted:
-            self._spawn(self._index.withdraw(changes.evicted))
+            self._tasks.spawn(self._index.withdraw(changes.evicted))
 
     def _idle(self) -> bool:
         load = self._engine.scheduler.load()
@@ -246,7 +251,7 @@ class WorkerHost:
                     await stub.Announce(request, timeout=ANNOUNCE_TIMEOUT_S)
                 except grpc.aio.AioRpcError as error:
                     if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
-                        self._die(EXIT_GIVEN_UP, f"the router gave us up: {error.details()}")
+                        end_process(EXIT_GIVEN_UP, f"the router gave us up: {error.details()}", worker_id=self._ref)
                     log_state(logger, logging.WARNING, router=self._config.router_address, state="unreachable")
                 await asyncio.sleep(ANNOUNCE_INTERVAL_S)
 
@@ -277,28 +282,8 @@ class WorkerHost:
             index_failures=index.failures,
         )
 
-    # --- tasks ----------------------------------------------------------------------------------------------------
-
-    def _spawn(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
-        self._supervise(task)
-
-    def _supervise(self, task: asyncio.Task[None]) -> None:
-        """No background task may die silently: an unexpected error is a bug, and ends the process."""
-
-        def check(done: asyncio.Task[None]) -> None:
-            if not done.cancelled() and (error := done.exception()) is not None:
-                self._broken(error)
-
-        task.add_done_callback(check)
+    # --- the end of a worker that is broken -----------------------------------------------------------------------
 
     def _broken(self, error: BaseException) -> None:
         logger.critical("not expected", exc_info=error)
-        self._die(EXIT_INVARIANT_BROKEN, str(error))
-
-    def _die(self, exit_code: int, reason: str) -> None:
-        log_state(logger, logging.CRITICAL, worker_id=self._ref, state="gone", exit_code=exit_code, reason=reason)
-        logging.shutdown()
-        os._exit(exit_code)
+        end_process(EXIT_INVARIANT_BROKEN, str(error), worker_id=self._ref)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 
 import grpc
+from google.protobuf.message import DecodeError
 from tandem.v1 import worker_pb2 as pb
 from tandem.v1 import worker_pb2_grpc as pb_grpc
 
@@ -19,14 +19,14 @@ from kv_transfer.stream_codec import decode_command, decode_ref, encode_answer
 from kv_transfer.transport import PoolDescription
 from kv_transfer.wire import pool_description_from_proto, pool_description_to_proto
 from telemetry.logs import log_state
+from telemetry.tasks import Spawn
 
 logger = logging.getLogger(__name__)
 
-CommandHandler = Callable[[RouterStream, Command], Awaitable[None]]
-
 
 class WorkerServicer(pb_grpc.WorkerServiceServicer):
-    """on_command: one command of a router. on_closed: a router's stream is over; its requests have no owner."""
+    """on_open: a router's stream is open. on_command: one command of it. on_closed: it is over; its requests have no
+    owner. spawn: runs a task and watches over it: an error of ours in a command must not pass for a broken stream."""
 
     def __init__(
         self,
@@ -34,8 +34,9 @@ class WorkerServicer(pb_grpc.WorkerServiceServicer):
         description: PoolDescription,
         streams: RouterStreams,
         on_open: Callable[[], None],
-        on_command: CommandHandler,
+        on_command: Callable[[RouterStream, Command], None],
         on_closed: Callable[[list[str]], None],
+        spawn: Spawn,
     ) -> None:
         self._ref = ref
         self._description = description
@@ -43,6 +44,7 @@ class WorkerServicer(pb_grpc.WorkerServiceServicer):
         self._on_open = on_open
         self._on_command = on_command
         self._on_closed = on_closed
+        self._spawn = spawn
 
     async def Connect(
         self, requests: AsyncIterator[pb.ConnectRequest], context: grpc.aio.ServicerContext
@@ -54,7 +56,7 @@ class WorkerServicer(pb_grpc.WorkerServiceServicer):
             return
         stream = self._streams.open(hello.hello.router_id)
         log_state(logger, router_id=stream.router_id, state="connected")
-        reader = asyncio.get_running_loop().create_task(self._read(stream, requests, context))
+        reader = self._spawn(self._read(stream, requests, context))
         try:
             self._on_open()
             while True:
@@ -77,7 +79,7 @@ class WorkerServicer(pb_grpc.WorkerServiceServicer):
     ) -> None:
         try:
             async for message in requests:
-                await self._on_command(stream, decode_command(message))
-        except BadRequest as error:
+                self._on_command(stream, decode_command(message))
+        except (BadRequest, DecodeError, grpc.aio.BaseError) as error:
             log_state(logger, logging.ERROR, router_id=stream.router_id, state="refused", reason=str(error))
         context.cancel()

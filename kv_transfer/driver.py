@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Iterable
 
 from core.errors import TransferFailed, WorkerLost
 from core.handoff import BlocksPushed
@@ -14,6 +13,7 @@ from kv_transfer.notice_codec import decode_notice, encode_notice
 from kv_transfer.session import HandoffSessions
 from kv_transfer.transport import PeerLink, PoolDescription, Transport
 from telemetry.logs import log_state
+from telemetry.tasks import BackgroundTasks
 
 logger = logging.getLogger(__name__)
 
@@ -41,8 +41,7 @@ class HandoffDriver:
         self._sessions = sessions
         self._clock = clock
         self._on_outcome = on_outcome
-        self._on_broken = on_broken
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = BackgroundTasks(on_broken)
         self.on_peer_lost: Callable[[WorkerRef], None] = lambda _peer: None
         self.on_push: Callable[[int, bool, float], None] = lambda _num_blocks, _delivered, _duration_s: None
         transport.listen(self._notice, self._peer_lost)
@@ -52,9 +51,9 @@ class HandoffDriver:
         for effect in effects:
             match effect:
                 case Push():
-                    self._spawn(self._push(effect))
+                    self._tasks.spawn(self._push(effect))
                 case Notify():
-                    self._spawn(self._notify(effect))
+                    self._tasks.spawn(self._notify(effect))
                 case SourceEnded() | TargetLanded() | TargetFailed():
                     self._on_outcome(effect)
 
@@ -76,19 +75,8 @@ class HandoffDriver:
 
     async def close(self, timeout_s: float) -> None:
         """Wait, bounded, for what is under way, then close the transport."""
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=timeout_s)
+        await self._tasks.settle(timeout_s)
         await self._transport.close()
-
-    def _spawn(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._done)
-
-    def _done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._on_broken(error)
 
     async def _push(self, push: Push) -> None:
         delivered, start_s = True, self._clock()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import assert_never
+from enum import StrEnum
+from typing import TypeVar, assert_never
 
 from tandem.v1 import worker_pb2 as pb
 
@@ -28,6 +29,8 @@ from core.request import FinishReason, GenerateRequest, SamplingParams, StopCond
 
 _ROLE_TO_PROTO = {Role.PREFILL: pb.ROLE_PREFILL, Role.DECODE: pb.ROLE_DECODE}
 _ROLE_FROM_PROTO = {value: role for role, value in _ROLE_TO_PROTO.items()}
+
+Reason = TypeVar("Reason", bound=StrEnum)
 
 
 def encode_command(command: Command) -> pb.ConnectRequest:
@@ -91,7 +94,7 @@ def encode_answer(answer: Answer) -> pb.ConnectResponse:
 
 
 def decode_answer(message: pb.ConnectResponse) -> Answer:
-    """Raises BadRequest: a kind that this revision does not know."""
+    """Raises BadRequest: a kind or a reason that this revision does not know."""
     match message.WhichOneof("message"):
         case "step":
             deltas = tuple(_decode_delta(delta) for delta in message.step.deltas)
@@ -100,7 +103,7 @@ def decode_answer(message: pb.ConnectResponse) -> Answer:
             return Reserved(message.reserved.request_id, _decode_ticket(message.reserved.ticket))
         case "refused":
             refused = message.refused
-            return Refused(refused.request_id, RefuseReason(refused.reason), refused.message)
+            return Refused(refused.request_id, _reason(RefuseReason, refused.reason), refused.message)
         case "peer_connected":
             connected = message.peer_connected
             return PeerConnected(decode_ref(connected.peer), connected.lane, connected.probe_gbps)
@@ -242,7 +245,7 @@ def _decode_delta(message: pb.TokenDelta) -> TokenDelta:
         request_id=message.request_id,
         position=message.position,
         token_ids=tuple(message.token_ids),
-        finish_reason=FinishReason(message.finish_reason) if message.finish_reason else None,
+        finish_reason=_reason(FinishReason, message.finish_reason) if message.finish_reason else None,
         matched_stop=message.matched_stop or None,
         message=message.message,
         usage=_decode_usage(message.usage) if message.HasField("usage") else None,
@@ -267,3 +270,10 @@ def _decode_usage(message: pb.WorkUsage) -> WorkUsage:
         kv_blocks_received=message.kv_blocks_received,
         kv_bytes_received=message.kv_bytes_received,
     )
+
+
+def _reason(kind: type[Reason], text: str) -> Reason:
+    try:
+        return kind(text)
+    except ValueError:
+        raise BadRequest("reason", f"{text!r} is not known to this router") from None

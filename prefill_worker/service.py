@@ -5,7 +5,6 @@ Mirror image: decode_worker/service.py.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterable
 from typing import assert_never
 
@@ -25,12 +24,13 @@ from kv_transfer.driver import HandoffDriver
 from kv_transfer.effects import SourceEnded, TargetFailed, TargetLanded
 from kv_transfer.prefix_index import PrefixIndex
 from prefill_worker.session import Effect, LookUpPrefix, PrefillSession
+from telemetry.tasks import Spawn
 
 
 class PrefillService:
     """The prefill role of one worker. Every call comes from the worker's event loop.
 
-    is_connected: whether a holder can be asked to push.
+    is_connected: whether a holder can be asked to push. spawn: runs a task and watches over it.
     """
 
     def __init__(
@@ -41,6 +41,7 @@ class PrefillService:
         is_connected: Callable[[WorkerRef], bool],
         send: Callable[[Answer], None],
         wake_engine: Callable[[], None],
+        spawn: Spawn,
         clock: Callable[[], float],
     ) -> None:
         self._session = session
@@ -49,8 +50,8 @@ class PrefillService:
         self._is_connected = is_connected
         self._send = send
         self._wake_engine = wake_engine
+        self._spawn = spawn
         self._clock = clock
-        self._lookups: set[asyncio.Task[None]] = set()
 
     def __len__(self) -> int:
         """Requests that are not done."""
@@ -96,9 +97,7 @@ class PrefillService:
                 case Refused():
                     self._send(effect)
                 case LookUpPrefix():
-                    task = asyncio.get_running_loop().create_task(self._look_up(effect))
-                    self._lookups.add(task)
-                    task.add_done_callback(self._lookups.discard)
+                    self._spawn(self._look_up(effect))
                 case _:
                     self._driver.perform([effect])
         self._wake_engine()

@@ -17,18 +17,23 @@ from router.dispatcher import Deliver, Dispatcher, Effect, Fail, Planned, Send
 from router.view import ClusterView
 from router.worker_link import WorkerLink
 from telemetry.logs import log_state
+from telemetry.tasks import Spawn
 
 logger = logging.getLogger(__name__)
 
 
 class LiveDispatcher:
-    """What the fronts generate through, and what workers register with. All calls come from one event loop."""
+    """What the fronts generate through, and what workers register with. All calls come from one event loop.
 
-    def __init__(self, config: RouterConfig, router_id: str) -> None:
+    spawn: runs a task and watches over it.
+    """
+
+    def __init__(self, config: RouterConfig, router_id: str, spawn: Spawn) -> None:
         self._config = config
         self._router_id = router_id
+        self._spawn = spawn
         self.view = ClusterView()
-        self._dispatcher = Dispatcher(config.dispatcher, self.view)
+        self._dispatcher = Dispatcher(config.dispatcher, self.view, router_id)
         self._links: dict[WorkerRef, WorkerLink] = {}
         self._outputs: dict[str, asyncio.Queue[TokenDelta | TandemError]] = {}
         self._idle = asyncio.Event()
@@ -93,6 +98,7 @@ class LiveDispatcher:
             on_open=lambda: self._opened(info),
             on_answer=lambda answer: self._perform(self._dispatcher.answered(info.ref, answer, time.monotonic())),
             on_closed=lambda reason: self._lost(info.ref, reason),
+            spawn=self._spawn,
         )
 
     async def report_death(self, ref: WorkerRef) -> None:
@@ -121,8 +127,7 @@ class LiveDispatcher:
         for output in self._outputs.values():
             output.put_nowait(Rejected(RejectReason.DRAINING, "this router is shutting down"))
         for link in list(self._links.values()):
-            await link.close()
-        self._links.clear()
+            await link.close()  # and stays: a slow client's request may still be cancelled over it
 
     def _opened(self, info: WorkerInfo) -> None:
         """The worker is READY: introduce it to the others, and them to it."""
@@ -149,11 +154,11 @@ class LiveDispatcher:
                     self._put(request_id, delta)
                 case Fail(request_id, error):
                     self._put(request_id, error)
-                case Planned(request_id, attempt, choice):
+                case Planned(request_id, _attempt, attempt_id, choice):
                     log_state(
                         logger,
                         request_id=request_id,
-                        attempt=attempt,
+                        attempt_id=attempt_id,
                         state="planned",
                         reason=choice.reason,
                         decode=choice.decode,

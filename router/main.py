@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+import logging
 import secrets
 import time
 
@@ -21,6 +21,9 @@ from router.front.openai_http import build_http_app, build_http_runner
 from router.live import LiveDispatcher
 from router.registry_service import SERVICE_NAME, RegistryServicer
 from telemetry.metrics import RouterMetrics
+from telemetry.tasks import EXIT_INVARIANT_BROKEN, BackgroundTasks, end_process
+
+logger = logging.getLogger(__name__)
 
 
 class RouterProcess:
@@ -30,25 +33,22 @@ class RouterProcess:
         self._dispatcher: LiveDispatcher | None = None
         self._grpc: GrpcFront | None = None
         self._http: web.AppRunner | None = None
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks = BackgroundTasks(_broken)
         self._drain_timeout_s = 0.0
 
     async def start(self, config: RouterConfig) -> RouterEndpoints:
         """Listen on both fronts. Raises OSError: an address is taken. BadModel: the folder cannot be served."""
         self._drain_timeout_s = config.drain_timeout_s
-        self._dispatcher = LiveDispatcher(config, router_id=f"router-{secrets.token_hex(4)}")
+        self._dispatcher = LiveDispatcher(config, f"router-{secrets.token_hex(4)}", self._tasks.spawn)
         tokenizer = Tokenizer.load(config.model_folder)
         model = _served_model(config, tokenizer)
         metrics = RouterMetrics(CollectorRegistry(), config.model_name)
         front = Front(self._dispatcher, tokenizer, model, metrics)
         grpc_address = await self._start_grpc(config, front)
         http_address = await self._start_http(config, front)
-        loop = asyncio.get_running_loop()
         assert self._grpc is not None
-        self._tasks = [
-            loop.create_task(self._dispatcher.tick_forever()),
-            loop.create_task(self._grpc.health.follow()),
-        ]
+        self._tasks.spawn(self._dispatcher.tick_forever())
+        self._tasks.spawn(self._grpc.health.follow())
         return RouterEndpoints(http_address, grpc_address)
 
     async def stop(self) -> None:
@@ -57,8 +57,7 @@ class RouterProcess:
             await self._grpc.health.enter_graceful_shutdown()
         if self._dispatcher is not None:
             await self._dispatcher.close(self._drain_timeout_s)
-        for task in self._tasks:
-            task.cancel()
+        self._tasks.cancel()
         if self._http is not None:
             await self._http.cleanup()
         if self._grpc is not None:
@@ -89,6 +88,12 @@ def _served_model(config: RouterConfig, tokenizer: Tokenizer) -> ServedModel:
         created_s=int(time.time()),
         max_context_tokens=model.max_context_tokens,
         vocab_size=model.vocab_size,
-        eos_token_ids=tuple(tokenizer.eos_token_ids),
+        eos_token_ids=tokenizer.eos_token_ids,
         weights_digest=weights_digest(config.model_folder),
     )
+
+
+def _broken(error: BaseException) -> None:
+    """An error that no request explains: the router's books may be wrong."""
+    logger.critical("not expected", exc_info=error)
+    end_process(EXIT_INVARIANT_BROKEN, str(error))

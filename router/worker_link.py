@@ -15,6 +15,7 @@ from core.errors import BadRequest
 from core.membership import WorkerInfo
 from core.messages import Answer, Command
 from kv_transfer.stream_codec import decode_answer, encode_command, encode_ref
+from telemetry.tasks import Spawn
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +33,7 @@ class WorkerLink:
     """Dials a worker and keeps one stream to it until it breaks, stays silent, or is closed.
 
     on_open: the worker accepted the stream. on_answer: one answer. on_closed: it is over, called once, with why.
-    All are called in the event loop.
+    All are called in the event loop. spawn: runs a task and watches over it.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class WorkerLink:
         on_open: Callable[[], None],
         on_answer: Callable[[Answer], None],
         on_closed: Callable[[str], None],
+        spawn: Spawn,
     ) -> None:
         self.info = info
         self._router_id = router_id
@@ -51,7 +53,7 @@ class WorkerLink:
         self._on_answer = on_answer
         self._on_closed = on_closed
         self._outbox: asyncio.Queue[pb.ConnectRequest] = asyncio.Queue()
-        self._task = asyncio.get_running_loop().create_task(self._run())
+        self._task = spawn(self._run())
 
     def send(self, command: Command) -> None:
         """Queue a command; order is kept."""
@@ -71,7 +73,7 @@ class WorkerLink:
                 reason = f"silent for {self._silence_timeout_s} s"
             except grpc.aio.AioRpcError as error:
                 reason = f"{error.code().name}: {error.details()}"
-            except BadRequest as error:
+            except (BadRequest, grpc.aio.BaseError) as error:
                 reason = str(error)
         self._on_closed(reason)
 
@@ -86,6 +88,8 @@ class WorkerLink:
             if not opened:
                 opened = True
                 self._on_open()
+            if message is None:  # what grpc gives for bytes that it cannot parse
+                raise BadRequest("message", "is not a tandem.v1.ConnectResponse")
             self._on_answer(decode_answer(message))
 
     async def _requests(self) -> AsyncIterator[pb.ConnectRequest]:

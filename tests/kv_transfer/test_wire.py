@@ -1,13 +1,16 @@
-"""Descriptions survive the wire whole."""
+"""What goes over the wire comes out whole, or is refused."""
 
 from __future__ import annotations
 
 from dataclasses import fields
 
+import pytest
 from tandem.v1 import worker_pb2 as pb
 
+from core.errors import BadRequest
 from core.identity import CacheIdentity
 from core.membership import WorkerRef
+from kv_transfer.stream_codec import decode_answer
 from kv_transfer.transport import PoolDescription
 from kv_transfer.wire import pool_description_from_proto, pool_description_to_proto
 
@@ -36,3 +39,9 @@ def test_every_field_is_on_the_wire() -> None:
 
     assert names(pb.PeerDescription) == {item.name for item in fields(PoolDescription)}
     assert names(pb.CacheIdentity) == {item.name for item in fields(CacheIdentity)}
+
+
+def test_a_reason_of_a_later_revision_is_refused() -> None:
+    answer = pb.ConnectResponse(refused=pb.Refused(request_id="r1", reason="on_fire"))
+    with pytest.raises(BadRequest, match="on_fire"):
+        decode_answer(answer)

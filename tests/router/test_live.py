@@ -1,0 +1,58 @@
+"""The live dispatcher, with links that go nowhere."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from core.membership import Role, WorkerInfo, WorkerLoad, WorkerRef
+from core.messages import Answer, CancelRequest, Command, StepOutput
+from core.request import GenerateRequest, Placement, SamplingParams, StopConditions, TokenDelta
+from router import live
+from router.config import RouterConfig
+from router.live import LiveDispatcher
+
+WORKER = WorkerInfo(WorkerRef("decode-0", "a"), Role.DECODE, "nowhere:1", b"digest", 16, 1024, 64, 512)
+REQUEST = GenerateRequest("r1", (1, 2, 3), SamplingParams(), StopConditions(max_tokens=4))
+
+
+class StubLink:
+    """Keeps what was sent."""
+
+    def __init__(
+        self,
+        *_: Any,
+        on_open: Callable[[], None],
+        on_answer: Callable[[Answer], None],
+        on_closed: Callable[[str], None],
+        spawn: object,
+    ) -> None:
+        self.on_open, self.on_answer = on_open, on_answer
+        self.sent: list[Command] = []
+
+    def send(self, command: Command) -> None:
+        self.sent.append(command)
+
+    async def close(self) -> None:
+        pass
+
+
+async def test_a_slow_client_ends_in_order_after_the_links_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "WorkerLink", StubLink)
+    dispatcher = LiveDispatcher(RouterConfig(Path("model"), "model"), "router-0", asyncio.ensure_future)
+    dispatcher.announce(WORKER, WorkerLoad(), draining=False)
+    link: Any = dispatcher._links[WORKER.ref]
+    link.on_open()
+    async with aclosing(dispatcher.generate(REQUEST, Placement.AUTO)) as deltas:
+        first = asyncio.ensure_future(anext(deltas))
+        await asyncio.sleep(0)
+        link.on_answer(StepOutput((TokenDelta("r1#1", 0, (7,)),), WorkerLoad()))
+        assert (await first).token_ids == (7,)
+        await dispatcher.close(grace_s=0.01)
+    assert link.sent[-1] == CancelRequest("r1#1")
+    assert dispatcher.num_open == 0
