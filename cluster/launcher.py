@@ -21,6 +21,7 @@ from cluster import processes
 from cluster.actors import RouterActor, WorkerActor
 from cluster.config import ClusterConfig, WorkerConfig, worker_config
 from cluster.controller import Controller
+from cluster.death_notices import DeathNotices
 from cluster.fleet import Event, Fleet, StartFailed, StartWorker, WorkerDied, WorkerStarted
 from cluster.folders import RunFolders
 from cluster.progress import Progress
@@ -29,7 +30,6 @@ from cluster.router_keeper import RouterKeeper
 from cluster.status_client import RouterUnreachable, fetch_status, missing, report_death
 from cluster.valkey import EmbeddedValkey
 from core.errors import TandemError
-from core.membership import WorkerRef
 from router.config import RouterConfig
 
 RAY_START_TIMEOUT_S: Final = 60.0
@@ -64,11 +64,15 @@ class Launcher:
         self._ray = RayRuntime(len(config.roles) + 1, folders.ray)
         self._valkey: EmbeddedValkey | None = None
         fleet = Fleet(config.roles, SystemRandom())
-        self._controller = Controller(fleet, self._spawn_worker, config, self._heard, self._report_death)
-        self._router = RouterKeeper(self._spawn_router, config.start_timeout_s, progress.say)
+        self._deaths = DeathNotices(lambda ref: report_death(self._router_address, ref))
+        self._controller = Controller(fleet, self._spawn_worker, config, self._heard, self._deaths.died)
+        self._router = RouterKeeper(
+            self._spawn_router, config.start_timeout_s, progress.say, self._deaths.router_started
+        )
         self._started = asyncio.Event()
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._background: list[asyncio.Task[None]] = []
+        self._controlling: asyncio.Task[None] | None = None
         self._stopping = False
 
     async def run(self, stop: asyncio.Event, after_start: Callable[[], Awaitable[None]]) -> None:
@@ -103,7 +107,8 @@ class Launcher:
         names = ", ".join(worker_id for worker_id, _ in self._config.roles)
         async with self._progress.step(f"starting the router, loading weights into {names}"):
             self._keep(self._router.run())
-            self._keep(self._controller.run())
+            self._controlling = self._keep(self._controller.run())
+            self._keep(self._deaths.run())
             await asyncio.gather(self._router.started.wait(), self._started.wait())
         async with self._progress.step("connecting workers"):
             await self._connected()
@@ -131,11 +136,12 @@ class Launcher:
         except TimeoutError:
             raise StartupFailed(f"after {CONNECT_TIMEOUT_S:.0f} s: {lack}; logs are in {self._logs}") from None
 
-    def _keep(self, work: Coroutine[Any, Any, None]) -> None:
+    def _keep(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run `work` for as long as the cluster runs; its end is ours."""
         task = asyncio.create_task(work)
         self._background.append(task)
         task.add_done_callback(self._background_ended)
+        return task
 
     def _background_ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
@@ -162,10 +168,6 @@ class Launcher:
                 self._progress.say(f"{ref.worker_id} is gone ({reason})")
         if self._controller.all_ready:
             self._started.set()
-
-    async def _report_death(self, ref: WorkerRef) -> None:
-        if not self._stopping:
-            await report_death(self._router_address, ref)
 
     @property
     def _router_address(self) -> str:
@@ -212,14 +214,12 @@ class Launcher:
         self._stopping = True
         below = processes.descendants(os.getpid())
         async with self._progress.step("stopping"):
-            if self._background:
-                router_task, controller_task = self._background
-                if not controller_task.done():
-                    await self._controller.stop()
-                router_task.cancel()
-                controller_task.cancel()
-                await asyncio.gather(router_task, controller_task, return_exceptions=True)
-                await self._router.stop()
+            if self._controlling is not None and not self._controlling.done():
+                await self._controller.stop()
+            for task in self._background:
+                task.cancel()
+            await asyncio.gather(*self._background, return_exceptions=True)
+            await self._router.stop()
             await self._ray.stop(RAY_STOP_TIMEOUT_S)
             if self._valkey is not None:
                 self._valkey.stop()

@@ -23,12 +23,15 @@ class RouterFailed(TandemError):
 
 
 class RouterKeeper:
-    """`run` until cancelled; `started` is set once the router has been up."""
+    """`run` until cancelled; `started` is set once the router has been up. on_started: each new life has begun."""
 
-    def __init__(self, spawn: SpawnRouter, start_timeout_s: float, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, spawn: SpawnRouter, start_timeout_s: float, say: Callable[[str], None], on_started: Callable[[], None]
+    ) -> None:
         self._spawn = spawn
         self._start_timeout_s = start_timeout_s
         self._say = say
+        self._on_started = on_started
         self._actor: Actor | None = None
         self.started = asyncio.Event()
 
@@ -58,6 +61,7 @@ class RouterKeeper:
         try:
             await self._actor.call("start", config, timeout_s=self._start_timeout_s)
             self.started.set()
+            self._on_started()
             await self._actor.call("watch", timeout_s=None)
         except ActorFailures as error:
             self._actor.kill()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import grpc
@@ -31,14 +30,15 @@ async def fetch_status(address: str, timeout_s: float = 5.0) -> Any:
 
 
 async def report_death(address: str, ref: WorkerRef, timeout_s: float = 5.0) -> None:
-    """Say that the process of this life has ended. A router that does not hear it waits out its own bounds."""
+    """Say that the process of this life has ended. Raises: RouterUnreachable: it was not heard."""
     request = worker_pb2.ReportDeathRequest(
         worker=worker_pb2.WorkerRef(worker_id=ref.worker_id, incarnation=ref.incarnation)
     )
     async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
-        stub = worker_pb2_grpc.RouterServiceStub(channel)
-        with contextlib.suppress(grpc.aio.AioRpcError):
-            await stub.ReportDeath(request, timeout=timeout_s, wait_for_ready=True)
+        try:
+            await worker_pb2_grpc.RouterServiceStub(channel).ReportDeath(request, timeout=timeout_s)
+        except grpc.aio.AioRpcError as error:
+            raise RouterUnreachable(f"router at {address}: {error.code().name}: {error.details()}") from None
 
 
 def missing(status: Any, config: ClusterConfig) -> str:
