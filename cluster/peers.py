@@ -15,8 +15,8 @@ from core.errors import PeerRefused, WorkerLost
 from core.membership import WorkerInfo, WorkerRef
 from core.messages import PeerConnected
 from kv_transfer.driver import HandoffDriver
+from kv_transfer.pool_codec import decode_pool, encode_pool
 from kv_transfer.transport import PoolDescription
-from kv_transfer.wire import pool_description_from_proto, pool_description_to_proto
 from telemetry.logs import log_state
 from telemetry.tasks import Spawn
 
@@ -102,11 +102,11 @@ class Peers:
     async def _handshake(self, info: WorkerInfo) -> PoolDescription:
         """Raises PeerRefused: the peer will not have us; its message names the field."""
         async with grpc.aio.insecure_channel(info.address, options=(("grpc.enable_http_proxy", 0),)) as channel:
-            request = pb.HandshakeRequest(peer=pool_description_to_proto(self._me))
+            request = pb.HandshakeRequest(peer=encode_pool(self._me))
             try:
                 response = await pb_grpc.WorkerServiceStub(channel).Handshake(request, timeout=HANDSHAKE_TIMEOUT_S)
             except grpc.aio.AioRpcError as error:
                 if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
                     raise PeerRefused("handshake", str(self._me.ref), error.details()) from error
                 raise
-        return pool_description_from_proto(response.peer)
+        return decode_pool(response.peer)

@@ -15,9 +15,9 @@ from core.errors import BadRequest, PeerRefused
 from core.membership import WorkerRef
 from core.messages import Command
 from kv_transfer.pool import require_compatible
+from kv_transfer.pool_codec import decode_pool, encode_pool
 from kv_transfer.stream_codec import decode_command, decode_ref, encode_answer
 from kv_transfer.transport import PoolDescription
-from kv_transfer.wire import pool_description_from_proto, pool_description_to_proto
 from telemetry.logs import log_state
 from telemetry.tasks import Spawn
 
@@ -69,10 +69,10 @@ class WorkerServicer(pb_grpc.WorkerServiceServicer):
     async def Handshake(self, request: pb.HandshakeRequest, context: grpc.aio.ServicerContext) -> pb.HandshakeResponse:
         """Compare before any byte moves; FAILED_PRECONDITION names the field that differs."""
         try:
-            require_compatible(self._description, pool_description_from_proto(request.peer))
+            require_compatible(self._description, decode_pool(request.peer))
         except PeerRefused as error:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
-        return pb.HandshakeResponse(peer=pool_description_to_proto(self._description))
+        return pb.HandshakeResponse(peer=encode_pool(self._description))
 
     async def _read(
         self, stream: RouterStream, requests: AsyncIterator[pb.ConnectRequest], context: grpc.aio.ServicerContext

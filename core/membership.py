@@ -51,6 +51,14 @@ class WorkerRef:
     def __str__(self) -> str:
         return f"{self.worker_id}@{self.incarnation}"
 
+    @classmethod
+    def parse(cls, text: str) -> WorkerRef:
+        """The inverse of `str`. Raises: ValueError: there is no "@"."""
+        worker_id, at, incarnation = text.rpartition("@")
+        if not at:
+            raise ValueError(f"not a worker's name: {text!r}")
+        return cls(worker_id, incarnation)
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:

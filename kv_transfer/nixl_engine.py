@@ -24,7 +24,7 @@ from core.errors import PeerRefused, TransferFailed, WorkerLost
 from core.membership import WorkerRef
 from kv_transfer.nixl_library import LOCAL_SIDE, NixlLibrary, prepare_blocks, register_region
 from kv_transfer.nixl_operation import Completion, Operation, Peer
-from kv_transfer.pool import MemoryPool, parse_ref
+from kv_transfer.pool import MemoryPool
 from kv_transfer.stats import TransportStats
 
 logger = logging.getLogger(__name__)
@@ -207,7 +207,7 @@ class NixlEngine:
         if "@" not in sender or kind not in (_NOTICE, _GOODBYE):
             logger.warning("notification of unknown form from %r ignored", sender)
             return
-        ref = parse_ref(sender)
+        ref = WorkerRef.parse(sender)
         if kind == _NOTICE:
             self.stats.notices_received += 1
             self._on_notice(ref, notice)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Final
 
 from core.errors import InvariantBroken, PeerRefused
-from core.membership import WorkerRef
 from kv_transfer.transport import PoolDescription
 
 MEMORY_KINDS: Final = ("DRAM", "VRAM")
@@ -63,14 +62,6 @@ def require_blocks(
         raise InvariantBroken(f"{len(source_blocks)} source blocks for {len(target_blocks)} target blocks")
     _require_inside("source", source_blocks, num_source_blocks)
     _require_inside("target", target_blocks, num_target_blocks)
-
-
-def parse_ref(name: str) -> WorkerRef:
-    """The WorkerRef whose `str()` is `name`. Raises: ValueError: it has no "@"."""
-    worker_id, at, incarnation = name.rpartition("@")
-    if not at:
-        raise ValueError(f"not a worker name: {name!r}")
-    return WorkerRef(worker_id, incarnation)
 
 
 def _require_same(field: str, ours: object, theirs: object) -> None:

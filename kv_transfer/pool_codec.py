@@ -11,7 +11,7 @@ from kv_transfer.stream_codec import decode_ref, encode_ref
 from kv_transfer.transport import PoolDescription
 
 
-def pool_description_to_proto(description: PoolDescription) -> pb.PeerDescription:
+def encode_pool(description: PoolDescription) -> pb.PeerDescription:
     return pb.PeerDescription(
         ref=encode_ref(description.ref),
         identity=pb.CacheIdentity(**asdict(description.identity)),
@@ -26,11 +26,11 @@ def pool_description_to_proto(description: PoolDescription) -> pb.PeerDescriptio
     )
 
 
-def pool_description_from_proto(message: pb.PeerDescription) -> PoolDescription:
+def decode_pool(message: pb.PeerDescription) -> PoolDescription:
     """As the peer said it; whether it fits ours is checked when connecting (`kv_transfer.pool`)."""
     return PoolDescription(
         ref=decode_ref(message.ref),
-        identity=_identity_from_proto(message.identity),
+        identity=_decode_identity(message.identity),
         transport=message.transport,
         transport_version=message.transport_version,
         base_address=message.base_address,
@@ -42,7 +42,7 @@ def pool_description_from_proto(message: pb.PeerDescription) -> PoolDescription:
     )
 
 
-def _identity_from_proto(message: pb.CacheIdentity) -> CacheIdentity:
+def _decode_identity(message: pb.CacheIdentity) -> CacheIdentity:
     return CacheIdentity(
         schema_revision=message.schema_revision,
         weights_digest=message.weights_digest,

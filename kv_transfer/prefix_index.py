@@ -24,7 +24,6 @@ from redis.exceptions import RedisError
 
 from core.identity import BlockHash
 from core.membership import WorkerRef
-from kv_transfer.pool import parse_ref
 
 logger = logging.getLogger(__name__)
 
@@ -204,8 +203,14 @@ class RedisPrefixIndex:
         if answer is None:
             return PrefixHit()
         num_blocks, names = answer
+        try:
+            holders = tuple(WorkerRef.parse(name.decode()) for name in names)
+        except ValueError as error:  # the server is shared: others can write under our keys
+            self.stats.failures += 1
+            logger.warning("prefix index holds what no worker wrote: %s", error)
+            return PrefixHit()
         self.stats.hit_blocks += num_blocks
-        return PrefixHit(num_blocks, tuple(parse_ref(name.decode()) for name in names))
+        return PrefixHit(num_blocks, holders)
 
     async def purge(self, ref: WorkerRef) -> None:
         """What a failure leaves behind expires by its TTL."""

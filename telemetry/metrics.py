@@ -59,7 +59,7 @@ class RouterMetrics:
         self.kv_bytes_moved = Counter(
             "tandem_kv_bytes_moved_total", "KV bytes moved between workers for requests.", registry=registry
         )
-        self.peers = VllmRouterMetrics(registry, model_name)
+        self.vllm = VllmRouterMetrics(registry, model_name)
 
 
 class VllmRouterMetrics:

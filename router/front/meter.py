@@ -45,14 +45,14 @@ class Meter:
 
     def __enter__(self) -> Self:
         self._metrics.open_requests.inc()
-        self._metrics.peers.waiting.inc()
+        self._metrics.vllm.waiting.inc()
         return self
 
     def accepted(self, request: GenerateRequest) -> None:
         """The request passed the front's checks and goes to the dispatcher."""
         self._request = request
         self._metrics.prompt_tokens.inc(request.num_prompt_tokens)
-        self._metrics.peers.prompt_tokens.observe(request.num_prompt_tokens)
+        self._metrics.vllm.prompt_tokens.observe(request.num_prompt_tokens)
 
     def tokens(self, count: int) -> None:
         """`count` tokens go out now."""
@@ -64,15 +64,15 @@ class Meter:
         if previous_s is None:
             self._first_token(now_s - self._timeline.arrived_s)
         else:
-            self._metrics.peers.inter_token_s.observe((now_s - previous_s) / count)
+            self._metrics.vllm.inter_token_s.observe((now_s - previous_s) / count)
 
     def finished(self, reason: FinishReason, usage: Usage) -> None:
         """The generation came to its own end."""
         self._finish_reason = reason
         self._usage = usage
         self._metrics.kv_bytes_moved.inc(usage.kv_bytes_moved)
-        self._metrics.peers.prefix_queries.inc(usage.prompt_tokens)
-        self._metrics.peers.prefix_hits.inc(usage.cached_tokens)
+        self._metrics.vllm.prefix_queries.inc(usage.prompt_tokens)
+        self._metrics.vllm.prefix_hits.inc(usage.cached_tokens)
 
     def failed(self, error: Exception) -> None:
         """The client was told of `error` in the stream, so that nothing is raised any more."""
@@ -83,25 +83,25 @@ class Meter:
     ) -> None:
         error = raised or self._failure
         outcome = self._outcome(error)
-        timeline, peers = self._timeline, self._metrics.peers
+        timeline, vllm = self._timeline, self._metrics.vllm
         self._metrics.open_requests.dec()
-        (peers.waiting if timeline.first_token_s is None else peers.running).dec()
+        (vllm.waiting if timeline.first_token_s is None else vllm.running).dec()
         self._metrics.requests.labels(self._endpoint, outcome).inc()
         if isinstance(error, Rejected):
             self._metrics.rejected.labels(error.reason).inc()
         if timeline.tpot_s is not None:
             self._metrics.tpot_s.observe(timeline.tpot_s)
         if outcome is Outcome.OK and self._finish_reason is not None:
-            peers.finished(self._finish_reason)
-            peers.output_tokens.observe(timeline.output_tokens)
-            peers.end_to_end_s.observe(self._clock() - timeline.arrived_s)
+            vllm.finished(self._finish_reason)
+            vllm.output_tokens.observe(timeline.output_tokens)
+            vllm.end_to_end_s.observe(self._clock() - timeline.arrived_s)
         self._log(outcome, error)
 
     def _first_token(self, ttft_s: float) -> None:
         self._metrics.ttft_s.observe(ttft_s)
-        self._metrics.peers.ttft_s.observe(ttft_s)
-        self._metrics.peers.waiting.dec()
-        self._metrics.peers.running.inc()
+        self._metrics.vllm.ttft_s.observe(ttft_s)
+        self._metrics.vllm.waiting.dec()
+        self._metrics.vllm.running.inc()
 
     def _outcome(self, error: BaseException | None) -> Outcome:
         """A client that leaves after the last token has had all it asked for."""

@@ -10,9 +10,9 @@ from tandem.v1 import worker_pb2 as pb
 from core.errors import BadRequest
 from core.identity import CacheIdentity
 from core.membership import WorkerRef
+from kv_transfer.pool_codec import decode_pool, encode_pool
 from kv_transfer.stream_codec import decode_answer
 from kv_transfer.transport import PoolDescription
-from kv_transfer.wire import pool_description_from_proto, pool_description_to_proto
 
 DESCRIPTION = PoolDescription(
     ref=WorkerRef("decode-0", "9f3a2c1d"),
@@ -29,8 +29,8 @@ DESCRIPTION = PoolDescription(
 
 
 def test_round_trip_through_bytes() -> None:
-    sent = pool_description_to_proto(DESCRIPTION).SerializeToString()
-    assert pool_description_from_proto(pb.PeerDescription.FromString(sent)) == DESCRIPTION
+    sent = encode_pool(DESCRIPTION).SerializeToString()
+    assert decode_pool(pb.PeerDescription.FromString(sent)) == DESCRIPTION
 
 
 def test_every_field_is_on_the_wire() -> None:

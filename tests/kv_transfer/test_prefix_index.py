@@ -140,6 +140,16 @@ async def test_entries_expire_by_holder(shared_server: Valkey, opened: Open) -> 
     assert await c.lookup(chain(3)) == PrefixHit(3, (A,))
 
 
+async def test_a_foreign_entry_costs_the_hit(own_server: Valkey, opened: Open) -> None:
+    a, c = opened(own_server, A), opened(own_server, C)
+    await a.announce(chain(1))
+    with redis.Redis(port=own_server.port) as client:
+        (key,) = client.keys("kv:*:" + chain(1)[0].hex())
+        client.hset(key, "not a worker", 1 << 50)
+    assert await c.lookup(chain(1)) == EMPTY
+    assert c.stats.failures == 1
+
+
 async def test_a_long_lookup_is_one_round_trip(own_server: Valkey, opened: Open) -> None:
     a, c = opened(own_server, A), opened(own_server, C)
     blocks = chain(4000)

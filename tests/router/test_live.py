@@ -51,8 +51,9 @@ async def test_a_slow_client_ends_in_order_after_the_links_are_closed(monkeypatc
     async with aclosing(dispatcher.generate(REQUEST, Placement.AUTO)) as deltas:
         first = asyncio.ensure_future(anext(deltas))
         await asyncio.sleep(0)
-        link.on_answer(StepOutput((TokenDelta("r1#1", 0, (7,)),), WorkerLoad()))
+        attempt_id = link.sent[-1].request.request_id
+        link.on_answer(StepOutput((TokenDelta(attempt_id, 0, (7,)),), WorkerLoad()))
         assert (await first).token_ids == (7,)
         await dispatcher.close(grace_s=0.01)
-    assert link.sent[-1] == CancelRequest("r1#1")
+    assert link.sent[-1] == CancelRequest(attempt_id)
     assert dispatcher.num_open == 0
