@@ -84,6 +84,15 @@ class ClusterConfig:
         return self.model_name or self.model_folder.name
 
     @property
+    def http_url(self) -> str:
+        return f"http://{self.http_host}:{self.http_port}"
+
+    @property
+    def grpc_address(self) -> str:
+        """host:port of the router, for clients and workers."""
+        return f"{self.grpc_host}:{self.grpc_port}"
+
+    @property
     def roles(self) -> tuple[tuple[str, Role], ...]:
         """(worker id, role) of every wanted worker, prefill first."""
         num_prefill = 0 if self.aggregated else self.num_prefill

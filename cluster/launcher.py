@@ -64,7 +64,7 @@ class Launcher:
         self._ray = RayRuntime(len(config.roles) + 1, folders.ray)
         self._valkey: EmbeddedValkey | None = None
         fleet = Fleet(config.roles, SystemRandom())
-        self._deaths = DeathNotices(lambda ref: report_death(self._router_address, ref))
+        self._deaths = DeathNotices(lambda ref: report_death(self._config.grpc_address, ref))
         self._controller = Controller(fleet, self._spawn_worker, config, self._heard, self._deaths.died)
         self._router = RouterKeeper(
             self._spawn_router, config.start_timeout_s, progress.say, self._deaths.router_started
@@ -129,7 +129,7 @@ class Launcher:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 while lack:
                     try:
-                        lack = missing(await fetch_status(self._router_address), self._config)
+                        lack = missing(await fetch_status(self._config.grpc_address), self._config)
                     except RouterUnreachable as error:
                         lack = str(error)
                     await asyncio.sleep(POLL_S if lack else 0.0)
@@ -169,10 +169,6 @@ class Launcher:
         if self._controller.all_ready:
             self._started.set()
 
-    @property
-    def _router_address(self) -> str:
-        return f"{self._config.grpc_host}:{self._config.grpc_port}"
-
     def _spawn_worker(self, order: StartWorker) -> tuple[Actor, WorkerConfig]:
         ref = order.ref
         # Named by its life: the name of a dying one is still taken.
@@ -183,7 +179,7 @@ class Launcher:
             ref.worker_id,
             ref.incarnation,
             order.role,
-            router_address=self._router_address,
+            router_address=self._config.grpc_address,
             cpu_core=self._core_of(ref.worker_id),
         )
 

@@ -11,6 +11,7 @@ import grpc
 from tandem.v1 import worker_pb2 as pb
 from tandem.v1 import worker_pb2_grpc as pb_grpc
 
+from cluster.channel import open_channel
 from core.errors import PeerRefused, WorkerLost
 from core.membership import WorkerInfo, WorkerRef
 from core.messages import PeerConnected
@@ -101,7 +102,7 @@ class Peers:
 
     async def _handshake(self, info: WorkerInfo) -> PoolDescription:
         """Raises PeerRefused: the peer will not have us; its message names the field."""
-        async with grpc.aio.insecure_channel(info.address, options=(("grpc.enable_http_proxy", 0),)) as channel:
+        async with open_channel(info.address) as channel:
             request = pb.HandshakeRequest(peer=encode_pool(self._me))
             try:
                 response = await pb_grpc.WorkerServiceStub(channel).Handshake(request, timeout=HANDSHAKE_TIMEOUT_S)

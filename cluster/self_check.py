@@ -47,7 +47,7 @@ class Parity:
     kv_blocks: int
     kv_bytes: int
     block_bytes: int
-    transport: str
+    lane: str
     orphaned_blocks: int
 
     @property
@@ -56,7 +56,7 @@ class Parity:
         sign = "==" if self.equal_tokens == self.total_tokens else "!="
         return (
             f"parity: aggregated {sign} disaggregated ({self.equal_tokens}/{self.total_tokens} tokens), "
-            f"KV moved {self.kv_bytes / 2**20:.1f} MiB by NIXL/{self.transport}, "
+            f"KV moved {self.kv_bytes / 2**20:.1f} MiB by NIXL/{self.lane}, "
             f"{self.orphaned_blocks} orphaned blocks"
         )
 
@@ -86,7 +86,7 @@ async def check_parity(http_url: str, grpc_address: str, model: str) -> Parity:
         kv_blocks=sum(answer.kv_blocks_moved for answer in remote),
         kv_bytes=sum(answer.kv_bytes_moved for answer in remote),
         block_bytes=next(item.worker.block_bytes for item in status.workers),
-        transport=transport_of(status),
+        lane=_lane(status),
         orphaned_blocks=orphaned_blocks,
     )
     if parity.fault:
@@ -146,8 +146,8 @@ async def settled_blocks(grpc_address: str) -> int:
         await asyncio.sleep(POLL_S)
 
 
-def transport_of(status: Any) -> str:
-    """The lane that the prefill workers' probes found: "cma", "tcp"; several if they differ."""
+def _lane(status: Any) -> str:
+    """The lane that the workers' probes found: "shared-memory", "tcp-loopback", "network"; several if they differ."""
     lanes = {peer.lane for item in status.workers for peer in item.peers}
     return "+".join(sorted(lanes)) or "unknown"
 

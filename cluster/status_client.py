@@ -7,12 +7,10 @@ from typing import Any
 import grpc
 from tandem.v1 import worker_pb2, worker_pb2_grpc
 
+from cluster.channel import open_channel
 from cluster.config import ClusterConfig
 from core.errors import TandemError
 from core.membership import Life, Role, WorkerRef
-
-# A proxy named in the environment must not get calls to our own loopback.
-CHANNEL_OPTIONS = (("grpc.enable_http_proxy", 0),)
 
 
 class RouterUnreachable(TandemError):
@@ -21,7 +19,7 @@ class RouterUnreachable(TandemError):
 
 async def fetch_status(address: str, timeout_s: float = 5.0) -> Any:
     """A tandem.v1.GetStatusResponse. Raises: RouterUnreachable."""
-    async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
+    async with open_channel(address) as channel:
         try:
             stub = worker_pb2_grpc.RouterServiceStub(channel)
             return await stub.GetStatus(worker_pb2.GetStatusRequest(), timeout=timeout_s)
@@ -34,7 +32,7 @@ async def report_death(address: str, ref: WorkerRef, timeout_s: float = 5.0) -> 
     request = worker_pb2.ReportDeathRequest(
         worker=worker_pb2.WorkerRef(worker_id=ref.worker_id, incarnation=ref.incarnation)
     )
-    async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
+    async with open_channel(address) as channel:
         try:
             await worker_pb2_grpc.RouterServiceStub(channel).ReportDeath(request, timeout=timeout_s)
         except grpc.aio.AioRpcError as error:

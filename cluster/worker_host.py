@@ -19,6 +19,7 @@ from prometheus_client import CollectorRegistry, start_http_server
 from tandem.v1 import worker_pb2 as pb
 from tandem.v1 import worker_pb2_grpc as pb_grpc
 
+from cluster.channel import open_channel
 from cluster.config import WorkerConfig
 from cluster.peers import Peers
 from cluster.router_streams import RouterStream, RouterStreams
@@ -240,9 +241,7 @@ class WorkerHost:
 
     async def _announce_forever(self) -> None:
         """FAILED_PRECONDITION: the router gave this incarnation up; nothing it does can be used any more."""
-        async with grpc.aio.insecure_channel(
-            self._config.router_address, options=(("grpc.enable_http_proxy", 0),)
-        ) as channel:
+        async with open_channel(self._config.router_address) as channel:
             stub = pb_grpc.RouterServiceStub(channel)
             while True:
                 load = encode_load(self._engine.scheduler.load())
