@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import suppress
+from typing import Final
 
 from core.errors import BadRequest, Rejected, RejectReason, TandemError
 from core.membership import Life, Role, WorkerInfo, WorkerLoad, WorkerRef
@@ -20,6 +22,8 @@ from telemetry.logs import log_state
 from telemetry.tasks import Spawn
 
 logger = logging.getLogger(__name__)
+
+MAX_DEATHS: Final = 1024  # last deaths told to each worker that links up
 
 
 class LiveDispatcher:
@@ -35,6 +39,7 @@ class LiveDispatcher:
         self.view = ClusterView()
         self._dispatcher = Dispatcher(config.dispatcher, self.view, router_id)
         self._links: dict[WorkerRef, WorkerLink] = {}
+        self._deaths: deque[WorkerRef] = deque(maxlen=MAX_DEATHS)
         self._outputs: dict[str, asyncio.Queue[TokenDelta | TandemError]] = {}
         self._idle = asyncio.Event()
         self._closing = False
@@ -108,6 +113,7 @@ class LiveDispatcher:
             await link.close()
             self._lost(ref, "its process ended")
         self.view.lose(ref)
+        self._deaths.append(ref)
         for other in self._links.values():
             other.send(PeerDead(ref))
 
@@ -134,6 +140,8 @@ class LiveDispatcher:
         self.view.ready(info.ref)
         log_state(logger, worker_id=info.ref, state="ready", role=info.role)
         link = self._links[info.ref]
+        for ref in self._deaths:  # it may have dealt with the dead under an earlier router, and hold blocks for them
+            link.send(PeerDead(ref))
         for other in self.view.workers():
             if other.ref != info.ref and other.life is not Life.STARTING:
                 link.send(PeerJoined(other.info))

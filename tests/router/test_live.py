@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from core.membership import Role, WorkerInfo, WorkerLoad, WorkerRef
-from core.messages import Answer, CancelRequest, Command, StepOutput
+from core.messages import Answer, CancelRequest, Command, PeerDead, StepOutput
 from core.request import GenerateRequest, Placement, SamplingParams, StopConditions, TokenDelta
 from router import live
 from router.config import RouterConfig
@@ -57,3 +57,15 @@ async def test_a_slow_client_ends_in_order_after_the_links_are_closed(monkeypatc
         await dispatcher.close(grace_s=0.01)
     assert link.sent[-1] == CancelRequest(attempt_id)
     assert dispatcher.num_open == 0
+
+
+async def test_a_worker_that_links_up_later_hears_of_earlier_deaths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new router is told of a death before any worker has found it; one may keep blocks locked for the dead."""
+    monkeypatch.setattr(live, "WorkerLink", StubLink)
+    dispatcher = LiveDispatcher(RouterConfig(Path("model"), "model"), "router-0", asyncio.ensure_future)
+    dead = WorkerRef("prefill-0", "1")
+    await dispatcher.report_death(dead)
+    dispatcher.announce(WORKER, WorkerLoad(), draining=False)
+    link: Any = dispatcher._links[WORKER.ref]
+    link.on_open()
+    assert link.sent == [PeerDead(dead)]
