@@ -53,7 +53,7 @@ class EngineLoop:
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
-        self._thread.shutdown(wait=True)
+        await asyncio.to_thread(self._thread.shutdown)  # ends with the step in flight
 
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()

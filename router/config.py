@@ -13,7 +13,7 @@ from router.dispatcher import DispatcherConfig
 class RouterConfig:
     """model_folder: tokenizer, chat template and limits are read there; the weights are not.
     silence_timeout_s: a worker that says nothing for so long is given up. drain_timeout_s: how long open requests
-    may go on after a stop. Ports: 0 takes any free one."""
+    may go on after a stop. max_workers: most that register. Ports: 0 takes any free one."""
 
     model_folder: Path
     model_name: str

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import time
 from typing import Final, TextIO
 
 _QUOTED: Final = frozenset(' "=\\')
@@ -12,10 +13,11 @@ _OWN_HANDLER: Final = "tandem"
 
 
 class KeyValueFormatter(logging.Formatter):
-    """`2026-01-31T12:00:00.123Z INFO router tandem.front state=done request_id=...`, always one line."""
+    """`2026-01-31T12:00:00.123Z INFO router router.live request_id=... state=planned`, UTC, always one line."""
 
     def __init__(self, component: str) -> None:
         super().__init__(datefmt="%Y-%m-%dT%H:%M:%S")
+        self.converter = time.gmtime
         self._component = component
 
     def format(self, record: logging.LogRecord) -> str:
@@ -24,7 +26,7 @@ class KeyValueFormatter(logging.Formatter):
             text += " " + pairs(traceback=self.formatException(record.exc_info))
         if "\n" in text or "\r" in text:
             text = json.dumps(text)
-        moment = f"{self.formatTime(record, self.datefmt)}.{int(record.msecs):03d}"
+        moment = f"{self.formatTime(record, self.datefmt)}.{int(record.msecs):03d}Z"
         return f"{moment} {record.levelname} {self._component} {record.name} {text}"
 
 

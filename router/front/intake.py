@@ -25,6 +25,7 @@ INLINE_CHARACTERS: Final = 10_000
 MAX_PROMPT_CHARACTERS: Final = 1 << 20
 MAX_CACHE_SALT_CHARACTERS: Final = 256
 MAX_STOP_CHARACTERS: Final = 1024
+MAX_STOP_TOKEN_IDS: Final = 128
 _REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:/+=@~-]{1,128}")
 
 
@@ -39,7 +40,7 @@ class TextDecoder(Protocol):
 class Tokenizer(Protocol):
     """What the fronts need of the model's tokenizer (engine/tokenizer.py). Safe to call from a thread.
 
-    `encode_chat` raises ValueError when the template refuses the messages.
+    `encode_chat` raises BadRequest when the model has no chat template or its template refuses the messages.
     """
 
     def encode(self, text: str) -> list[int]: ...
@@ -142,6 +143,11 @@ class Intake:
         )
 
     def _check_stops(self, draft: Draft) -> None:
+        """Before `min_tokens` no stop id may be drawn, so some other token must be left: a worker without one ends."""
+        if len(draft.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+            raise BadRequest("stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS}, got {len(draft.stop_token_ids)}")
+        if len({*draft.stop_token_ids, *self._model.eos_token_ids}) >= self._model.vocab_size:
+            raise BadRequest("stop_token_ids", "every token of the vocabulary would stop")
         for index, token_id in enumerate(draft.stop_token_ids):
             self._require_in_vocabulary(f"stop_token_ids.{index}", token_id)
         for index, text in enumerate(draft.stop_strings):
@@ -154,6 +160,8 @@ class Intake:
             raise BadRequest("prompt", "must not be empty")
         if isinstance(prompt, str):
             return await self._encode_text(prompt)
+        if not isinstance(prompt[0], ChatMessage):
+            self._max_tokens(len(prompt), None)  # before a look at each of what may be millions
         messages = [item for item in prompt if isinstance(item, ChatMessage)]
         if messages:
             return await self._encode_chat(messages)
@@ -181,8 +189,8 @@ class Intake:
             if num_characters <= INLINE_CHARACTERS:
                 return tuple(self._tokenizer.encode_chat(turns))
             return tuple(await asyncio.to_thread(self._tokenizer.encode_chat, turns))
-        except ValueError as error:
-            raise BadRequest("prompt", f"the model's chat template refuses these messages: {error}") from error
+        except BadRequest as error:
+            raise BadRequest("prompt", error.message, error.code) from error
 
     def _max_tokens(self, num_prompt_tokens: int, asked: int | None) -> int:
         """How many tokens may come out: what was asked for, or the rest of the context."""

@@ -123,8 +123,8 @@ class Meter:
         request, usage = self._request, self._usage
         log_state(
             logger,
-            state="ended",
             request_id=self._request_id,
+            state="ended",
             endpoint=self._endpoint,
             outcome=outcome,
             finish_reason=self._finish_reason,

@@ -30,7 +30,7 @@ def test_a_change_of_state_is_one_line(stream: io.StringIO) -> None:
     log_state(logger, state="ended", request_id="r1", reason=None, ttft_s=0.123456789, message='a "b"\nc')
     log_state(logger, level=logging.DEBUG, state="hidden")
     (line,) = stream.getvalue().splitlines()
-    assert re.match(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3} INFO router tandem\.test state=ended ", line)
+    assert re.match(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z INFO router tandem\.test state=ended ", line)
     assert line.endswith('state=ended request_id=r1 ttft_s=0.123457 message="a \\"b\\"\\nc"')
 
 

@@ -6,6 +6,7 @@ import asyncio
 import codecs
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 
+from core.errors import BadRequest
 from core.request import FinishReason, GenerateRequest, Placement, TokenDelta, WorkUsage
 from router.front.intake import ServedModel
 
@@ -31,7 +32,7 @@ class ByteTokenizer:
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         if messages[0]["role"] == "assistant":
-            raise ValueError("conversation must not begin with the assistant")
+            raise BadRequest("messages", "refused by the model's chat template: must not begin with the assistant")
         return self.encode("".join(f"{message['role'][0]}:{message['content']}\n" for message in messages))
 
     def decoder(self) -> ByteDecoder:
