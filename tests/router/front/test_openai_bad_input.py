@@ -88,6 +88,9 @@ BAD_COMPLETION: list[tuple[dict[str, Any], str, str | None]] = [
     ({"stop": "x" * 2000}, "stop.0", None),
     ({"stop_token_ids": [257]}, "stop_token_ids.0", None),
     ({"stop_token_ids": "1"}, "stop_token_ids", None),
+    ({"stop_token_ids": [1] * 129}, "stop_token_ids", None),
+    ({"prompt": [5] * 64}, "prompt", "context_length_exceeded"),
+    ({"prompt": [-1] * 64}, "prompt", "context_length_exceeded"),  # the length comes first: it bounds the work
     ({"stream": "yes"}, "stream", None),
     ({"stream_options": {"include_usage": True}}, "stream_options", None),
     ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage", None),
