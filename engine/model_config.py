@@ -9,23 +9,27 @@ from typing import Any, Final
 
 from core.errors import BadModel
 from engine.json_file import read_json_object
-
-SUPPORTED_ARCHITECTURE: Final = "LlamaForCausalLM"
+from engine.models.families import FAMILIES
+from engine.models.family import Family
+from engine.rope_scaling import RopeScaling, parse_rope
 
 # What we compute; any other value of these fields would give silently wrong tokens.
 ONLY_SUPPORTED: Final[dict[str, tuple[object, ...]]] = {
-    "model_type": ("llama",),
     "hidden_act": ("silu",),
     "attention_bias": (False, None),
     "mlp_bias": (False, None),
-    "rope_scaling": (None,),
     "quantization_config": (None,),
 }
+LAYER_TYPES: Final = {"full_attention", "sliding_attention"}
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The sizes and constants of a Llama-family model, from config.json."""
+    """The sizes and constants of a decoder-only model, from config.json.
+
+    attention_bias: the query, key and value projections have biases.
+    qk_norm: each query and key head goes through an RMSNorm before it is rotated.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -38,6 +42,9 @@ class ModelConfig:
     rope_theta: float
     max_context_tokens: int
     tied_embeddings: bool
+    rope_scaling: RopeScaling | None
+    attention_bias: bool
+    qk_norm: bool
 
     @staticmethod
     def load(folder: Path) -> ModelConfig:
@@ -47,14 +54,12 @@ class ModelConfig:
     @staticmethod
     def parse(fields: Mapping[str, Any]) -> ModelConfig:
         """See `load`."""
-        if fields.get("architectures") != [SUPPORTED_ARCHITECTURE]:
-            raise BadModel(
-                f"config.json: architectures: need [{SUPPORTED_ARCHITECTURE!r}], got {fields.get('architectures')}"
-            )
-        for name, allowed in ONLY_SUPPORTED.items():
-            if fields.get(name, allowed[0]) not in allowed:
-                raise BadModel(f"config.json: {name}: only {allowed[0]!r} is supported, got {fields[name]!r}")
+        family = _family(fields)
+        fields = {**family.config_defaults, **fields}
+        _require_supported({"model_type": (family.model_type,)} | ONLY_SUPPORTED, fields)
         num_heads = _positive(fields, "num_attention_heads")
+        max_context_tokens = _positive(fields, "max_position_embeddings")
+        rope_theta, rope_scaling = parse_rope(fields, max_context_tokens)
         config = ModelConfig(
             vocab_size=_positive(fields, "vocab_size"),
             hidden_size=_positive(fields, "hidden_size"),
@@ -64,9 +69,12 @@ class ModelConfig:
             num_kv_heads=_positive(fields, "num_key_value_heads", default=num_heads),
             head_dim=_positive(fields, "head_dim", default=_positive(fields, "hidden_size") // num_heads),
             rms_norm_eps=float(_field(fields, "rms_norm_eps")),
-            rope_theta=_rope_theta(fields),
-            max_context_tokens=_positive(fields, "max_position_embeddings"),
+            rope_theta=rope_theta,
+            max_context_tokens=max_context_tokens,
             tied_embeddings=bool(fields.get("tie_word_embeddings", False)),
+            rope_scaling=rope_scaling,
+            attention_bias=family.attention_bias,
+            qk_norm=family.qk_norm,
         )
         if config.num_heads % config.num_kv_heads:
             raise BadModel(
@@ -74,19 +82,34 @@ class ModelConfig:
             )
         if config.head_dim % 2:
             raise BadModel(f"config.json: head_dim: must be even for rotary positions, got {config.head_dim}")
+        _require_full_attention(fields, config.max_context_tokens)
         return config
 
 
-def _rope_theta(fields: Mapping[str, Any]) -> float:
-    """`rope_theta`, at the top level or in transformers 5's `rope_parameters`, whose only known type is default."""
-    parameters = fields.get("rope_parameters")
-    if parameters is None:
-        return float(fields.get("rope_theta", 10000.0))
-    if parameters.get("rope_type", "default") != "default":
-        raise BadModel(
-            f"config.json: rope_parameters.rope_type: only 'default' is supported, got {parameters['rope_type']!r}"
-        )
-    return float(_field(parameters, "rope_theta"))
+def _family(fields: Mapping[str, Any]) -> Family:
+    names = fields.get("architectures")
+    if not isinstance(names, list) or len(names) != 1 or names[0] not in FAMILIES:
+        raise BadModel(f"config.json: architectures: need one of {', '.join(FAMILIES)}, got {names}")
+    return FAMILIES[names[0]]
+
+
+def _require_supported(supported: Mapping[str, tuple[object, ...]], fields: Mapping[str, Any]) -> None:
+    for name, allowed in supported.items():
+        if fields.get(name, allowed[0]) not in allowed:
+            raise BadModel(f"config.json: {name}: only {allowed[0]!r} is supported, got {fields[name]!r}")
+
+
+def _require_full_attention(fields: Mapping[str, Any], max_context_tokens: int) -> None:
+    """Raise BadModel where a layer would not see the whole context. A window as long as the context hides nothing."""
+    layer_types = fields.get("layer_types") or []
+    if not set(layer_types) <= LAYER_TYPES:
+        raise BadModel(f"config.json: layer_types: only full_attention is supported, got {layer_types}")
+    window = fields.get("sliding_window")
+    if fields.get("use_sliding_window") is False or window is None or window >= max_context_tokens:
+        return
+    raise BadModel(
+        f"config.json: sliding_window: attention over the last {window} of {max_context_tokens} tokens is not supported"
+    )
 
 
 def _positive(fields: Mapping[str, Any], name: str, default: int | None = None) -> int:

@@ -12,8 +12,8 @@ from core.blocks import KvGeometry
 from core.errors import BadRequest, InvariantBroken
 from engine.attention.backend import AttentionBatch
 from engine.attention.cpu import CpuAttention
-from engine.llama import LlamaModel
 from engine.model_config import ModelConfig
+from engine.models.decoder import DecoderModel
 from engine.sampler import sample
 from engine.step import SequenceSlice, StepPlan
 from engine.weights import load_weights
@@ -27,7 +27,7 @@ class TorchModelRunner:
     A token's logits are the same to the bit however its sequence was cut into chunks, batched or placed in the pool.
     """
 
-    def __init__(self, model: LlamaModel, dtype: str, num_blocks: int, block_size: int) -> None:
+    def __init__(self, model: DecoderModel, dtype: str, num_blocks: int, block_size: int) -> None:
         """Use `load`; this is for models that are already in memory. Raises: BadRequest: see `load`."""
         config = model.config
         self.config = config
@@ -68,7 +68,7 @@ class TorchModelRunner:
         """
         config = ModelConfig.load(folder)
         weights = load_weights(folder, config, _torch_dtype(dtype), progress)
-        return TorchModelRunner(LlamaModel(config, weights), dtype, num_blocks, block_size)
+        return TorchModelRunner(DecoderModel(config, weights), dtype, num_blocks, block_size)
 
     @property
     def kv_pool(self) -> torch.Tensor:

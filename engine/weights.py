@@ -16,6 +16,10 @@ from engine.model_config import ModelConfig
 
 SINGLE_FILE: Final = "model.safetensors"
 INDEX_FILE: Final = "model.safetensors.index.json"
+EMBEDDING: Final = "model.embed_tokens.weight"
+HEAD: Final = "lm_head.weight"
+QKV: Final = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+DTYPES: Final = ("F32", "F16", "BF16")  # as safetensors spells them
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +28,8 @@ class LayerWeights:
 
     qkv: query, key and value heads stacked, [(num_heads + 2 * num_kv_heads) * head_dim, hidden_size].
     gate_up: gate over up, [2 * intermediate_size, hidden_size].
+    qkv_bias: [rows of qkv], float32; None where the family has none.
+    query_norm, key_norm: [head_dim], float32, one for all heads; None where the family has none.
     """
 
     attention_norm: torch.Tensor
@@ -32,6 +38,9 @@ class LayerWeights:
     feed_forward_norm: torch.Tensor
     gate_up: torch.Tensor
     down: torch.Tensor
+    qkv_bias: torch.Tensor | None = None
+    query_norm: torch.Tensor | None = None
+    key_norm: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,35 +58,50 @@ def load_weights(
 ) -> ModelWeights:
     """Read, check and pack the weights; files are memory-mapped, so tensors of the wanted dtype cost no copy.
 
-    Raises: BadModel: a file or tensor is missing, a tensor is left over or has the wrong shape; all are named.
+    Raises: BadModel: a file or tensor is missing, a tensor is left over or has a wrong shape or dtype; all are named.
     """
     tensors = _TensorFiles(folder)
-    tensors.check(_expected_shapes(config))
-    embedding = tensors.read("model.embed_tokens.weight", dtype)
+    tensors.check(_expected_shapes(config), _unread_shapes(config))
+    embedding = tensors.read(EMBEDDING, dtype)
     layers = []
     for index in range(config.num_layers):
-        layers.append(_load_layer(tensors, f"model.layers.{index}.", dtype))
+        layers.append(_load_layer(tensors, config, f"model.layers.{index}.", dtype))
         progress(f"layer {index + 1} of {config.num_layers}")
-    head_name = "model.embed_tokens.weight" if config.tied_embeddings else "lm_head.weight"
     return ModelWeights(
         embedding=embedding,
         layers=tuple(layers),
         final_norm=tensors.read("model.norm.weight", torch.float32),
-        head=tensors.read(head_name, torch.float32),
+        head=_load_head(tensors, config),
     )
 
 
-def _load_layer(tensors: _TensorFiles, prefix: str, dtype: torch.dtype) -> LayerWeights:
-    def stacked(*names: str) -> torch.Tensor:
-        return torch.cat([tensors.read(f"{prefix}{name}.weight", dtype) for name in names])
+def _load_head(tensors: _TensorFiles, config: ModelConfig) -> torch.Tensor:
+    """Raises: BadModel: a tied head lies in the files all the same, and differs from the embedding."""
+    if not config.tied_embeddings:
+        return tensors.read(HEAD, torch.float32)
+    embedding = tensors.read(EMBEDDING, torch.float32)
+    if tensors.has(HEAD) and not torch.equal(tensors.read(HEAD, torch.float32), embedding):
+        raise BadModel(f"tensor {HEAD} differs from {EMBEDDING}, but config.json says tie_word_embeddings")
+    return embedding
+
+
+def _load_layer(tensors: _TensorFiles, config: ModelConfig, prefix: str, dtype: torch.dtype) -> LayerWeights:
+    def one(name: str, dtype: torch.dtype) -> torch.Tensor:
+        return tensors.read(f"{prefix}{name}", dtype)
+
+    def stacked(names: tuple[str, ...], kind: str, dtype: torch.dtype) -> torch.Tensor:
+        return torch.cat([one(f"{name}.{kind}", dtype) for name in names])
 
     return LayerWeights(
-        attention_norm=tensors.read(f"{prefix}input_layernorm.weight", torch.float32),
-        qkv=stacked("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-        output=tensors.read(f"{prefix}self_attn.o_proj.weight", dtype),
-        feed_forward_norm=tensors.read(f"{prefix}post_attention_layernorm.weight", torch.float32),
-        gate_up=stacked("mlp.gate_proj", "mlp.up_proj"),
-        down=tensors.read(f"{prefix}mlp.down_proj.weight", dtype),
+        attention_norm=one("input_layernorm.weight", torch.float32),
+        qkv=stacked(QKV, "weight", dtype),
+        output=one("self_attn.o_proj.weight", dtype),
+        feed_forward_norm=one("post_attention_layernorm.weight", torch.float32),
+        gate_up=stacked(("mlp.gate_proj", "mlp.up_proj"), "weight", dtype),
+        down=one("mlp.down_proj.weight", dtype),
+        qkv_bias=stacked(QKV, "bias", torch.float32) if config.attention_bias else None,
+        query_norm=one("self_attn.q_norm.weight", torch.float32) if config.qk_norm else None,
+        key_norm=one("self_attn.k_norm.weight", torch.float32) if config.qk_norm else None,
     )
 
 
@@ -86,11 +110,11 @@ def _expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     hidden, inner = config.hidden_size, config.intermediate_size
     query_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (config.vocab_size, hidden),
+        EMBEDDING: (config.vocab_size, hidden),
         "model.norm.weight": (hidden,),
     }
     if not config.tied_embeddings:
-        shapes["lm_head.weight"] = (config.vocab_size, hidden)
+        shapes[HEAD] = (config.vocab_size, hidden)
     for index in range(config.num_layers):
         prefix = f"model.layers.{index}."
         shapes |= {
@@ -104,6 +128,22 @@ def _expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
             f"{prefix}mlp.up_proj.weight": (inner, hidden),
             f"{prefix}mlp.down_proj.weight": (hidden, inner),
         }
+        if config.attention_bias:
+            rows = (query_rows, kv_rows, kv_rows)
+            shapes |= {f"{prefix}{name}.bias": (count,) for name, count in zip(QKV, rows, strict=True)}
+        if config.qk_norm:
+            shapes |= {f"{prefix}self_attn.{name}_norm.weight": (config.head_dim,) for name in "qk"}
+    return shapes
+
+
+def _unread_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Tensors that published files hold though they say nothing new: a tied head, rotary frequencies of old Llamas."""
+    shapes: dict[str, tuple[int, ...]] = {
+        f"model.layers.{index}.self_attn.rotary_emb.inv_freq": (config.head_dim // 2,)
+        for index in range(config.num_layers)
+    }
+    if config.tied_embeddings:
+        shapes[HEAD] = (config.vocab_size, config.hidden_size)
     return shapes
 
 
@@ -120,18 +160,26 @@ class _TensorFiles:
                 raise BadModel(f"{path.name}: cannot be read as safetensors: {error}") from error
             self._file_of |= dict.fromkeys(opened.keys(), opened)
 
-    def check(self, expected: Mapping[str, tuple[int, ...]]) -> None:
-        """Raise BadModel unless exactly the expected tensors are there, with their shapes."""
+    def check(self, expected: Mapping[str, tuple[int, ...]], optional: Mapping[str, tuple[int, ...]]) -> None:
+        """Raise BadModel unless all expected tensors and no unknown ones are there, with their shapes, as floats."""
+        known = {**optional, **expected}
         problems = [
             f"missing tensor {name} {list(expected[name])}" for name in sorted(expected.keys() - self._file_of.keys())
         ]
-        problems += [f"unexpected tensor {name}" for name in sorted(self._file_of.keys() - expected.keys())]
-        for name in sorted(expected.keys() & self._file_of.keys()):
-            shape = tuple(self._file_of[name].get_slice(name).get_shape())
-            if shape != expected[name]:
-                problems.append(f"tensor {name} has shape {list(shape)}, config.json asks for {list(expected[name])}")
+        problems += [f"unexpected tensor {name}" for name in sorted(self._file_of.keys() - known.keys())]
+        for name in sorted(known.keys() & self._file_of.keys()):
+            found = self._file_of[name].get_slice(name)
+            shape, dtype = tuple(found.get_shape()), found.get_dtype()
+            if shape != known[name]:
+                problems.append(f"tensor {name} has shape {list(shape)}, config.json asks for {list(known[name])}")
+            if dtype not in DTYPES:
+                problems.append(f"tensor {name} has dtype {dtype}, supported are {', '.join(DTYPES)}")
         if problems:
             raise BadModel(f"{self._folder}: {'; '.join(problems)}")
+
+    def has(self, name: str) -> bool:
+        """Whether the files hold it."""
+        return name in self._file_of
 
     def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         """The tensor in `dtype`: a view of the mapped file where it already has it."""

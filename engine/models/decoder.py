@@ -1,8 +1,10 @@
-"""The Llama family's forward pass: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+"""The forward pass of every family: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
 
-Residual stream, norms, rotation, softmax and logits are float32 in either weight dtype; matrix products run in the
-weights' dtype.
-Source: Llama, arXiv:2302.13971; RoPE, arXiv:2104.09864 (halves rotated, as Hugging Face stores it).
+What a family adds to query, key and value heads (engine/models/family.py) is there where its layers have the weights
+for it. Residual stream, biases, norms, rotation, softmax and logits are float32 in either weight dtype; matrix products
+run in the weights' dtype.
+Source: Llama, arXiv:2302.13971; RoPE, arXiv:2104.09864 (halves rotated, as Hugging Face stores it); normalised heads,
+arXiv:2302.05442.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from torch.nn import functional
 
 from engine.attention.backend import StepAttention
 from engine.model_config import ModelConfig
+from engine.rope import rotary_tables
 from engine.weights import LayerWeights, ModelWeights
 
 ROW_MULTIPLE = 8
@@ -32,15 +35,13 @@ class _Rotation:
         return torch.cat((first * self.cosine - second * self.sine, second * self.cosine + first * self.sine), dim=-1)
 
 
-class LlamaModel:
+class DecoderModel:
     """Weights and forward pass of one model. Holds no KV: attention is handed in with each step."""
 
     def __init__(self, config: ModelConfig, weights: ModelWeights) -> None:
         self.config = config
         self._weights = weights
-        frequencies = 1.0 / config.rope_theta ** (torch.arange(0, config.head_dim, 2).float() / config.head_dim)
-        angles = torch.arange(config.max_context_tokens).float().unsqueeze(-1) * frequencies
-        self._cosine, self._sine = angles.cos(), angles.sin()
+        self._cosine, self._sine = rotary_tables(config)
 
     def logits(
         self, token_ids: torch.Tensor, positions: torch.Tensor, attention: StepAttention, rows: torch.Tensor
@@ -74,13 +75,25 @@ class LlamaModel:
         attention: StepAttention,
     ) -> torch.Tensor:
         """[num_rows, hidden_size], float32, in and out; rows past `num_tokens` are padding and have no KV."""
+        queries, keys, values = self._heads(layer, residual, num_tokens)
+        kv_dtype = layer.qkv.dtype
+        attention.write_kv(index, rotation.apply(keys).to(kv_dtype), values.to(kv_dtype))
+        attended = attention.attend(index, rotation.apply(queries))
+        return self._linear(_pad_rows(attended.view(num_tokens, -1)), layer.output).float()
+
+    def _heads(
+        self, layer: LayerWeights, residual: torch.Tensor, num_tokens: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys and values before rotation, each [num_tokens, its heads, head_dim], float32."""
         config = self.config
-        projected = self._linear(self._norm(residual, layer.attention_norm), layer.qkv)[:num_tokens]
+        projected = self._linear(self._norm(residual, layer.attention_norm), layer.qkv)[:num_tokens].float()
+        if layer.qkv_bias is not None:  # added apart: a product that begins with the bias would round by its own batch
+            projected = projected + layer.qkv_bias
         heads = projected.view(num_tokens, -1, config.head_dim)
         queries, keys, values = torch.split(heads, [config.num_heads, config.num_kv_heads, config.num_kv_heads], dim=1)
-        attention.write_kv(index, rotation.apply(keys.float()).to(keys.dtype), values)
-        attended = attention.attend(index, rotation.apply(queries.float()))
-        return self._linear(_pad_rows(attended.view(num_tokens, -1)), layer.output).float()
+        if layer.query_norm is not None and layer.key_norm is not None:
+            queries, keys = self._norm(queries, layer.query_norm), self._norm(keys, layer.key_norm)
+        return queries, keys, values
 
     def _feed_forward(self, layer: LayerWeights, residual: torch.Tensor) -> torch.Tensor:
         """[num_rows, hidden_size], float32, in and out."""
@@ -88,7 +101,7 @@ class LlamaModel:
         return self._linear(functional.silu(gate, inplace=True).mul_(up), layer.down).float()
 
     def _norm(self, rows: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        """RMSNorm of float32 rows (arXiv:1910.07467)."""
+        """RMSNorm of float32 rows, [..., len(scale)] (arXiv:1910.07467)."""
         mean_square = rows.square().mean(dim=-1, keepdim=True)
         return rows * torch.rsqrt(mean_square + self.config.rms_norm_eps) * scale
 
