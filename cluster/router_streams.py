@@ -16,7 +16,7 @@ class RouterStream:
 
     def __init__(self, router_id: str) -> None:
         self.router_id = router_id
-        self.outbox: asyncio.Queue[Answer] = asyncio.Queue()
+        self.outbox: asyncio.Queue[Answer | None] = asyncio.Queue()  # None: the router says nothing more
         self.requests: set[str] = set()
 
 

@@ -56,11 +56,11 @@ class WorkerServicer(pb_grpc.WorkerServiceServicer):
             return
         stream = self._streams.open(hello.hello.router_id)
         log_state(logger, router_id=stream.router_id, state="connected")
-        reader = self._spawn(self._read(stream, requests, context))
+        reader = self._spawn(self._read(stream, requests))
         try:
             self._on_open()
-            while True:
-                yield encode_answer(await stream.outbox.get())
+            while (answer := await stream.outbox.get()) is not None:
+                yield encode_answer(answer)
         finally:
             reader.cancel()
             log_state(logger, router_id=stream.router_id, state="disconnected")
@@ -74,12 +74,10 @@ class WorkerServicer(pb_grpc.WorkerServiceServicer):
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
         return pb.HandshakeResponse(peer=encode_pool(self._description))
 
-    async def _read(
-        self, stream: RouterStream, requests: AsyncIterator[pb.ConnectRequest], context: grpc.aio.ServicerContext
-    ) -> None:
+    async def _read(self, stream: RouterStream, requests: AsyncIterator[pb.ConnectRequest]) -> None:
         try:
             async for message in requests:
                 self._on_command(stream, decode_command(message))
         except (BadRequest, DecodeError, grpc.aio.BaseError) as error:
             log_state(logger, logging.ERROR, router_id=stream.router_id, state="refused", reason=str(error))
-        context.cancel()
+        stream.outbox.put_nowait(None)

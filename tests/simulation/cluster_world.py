@@ -524,7 +524,9 @@ class Host:
     def flush(self) -> None:
         for link in self.links:
             while link.stream is not None and not link.stream.outbox.empty():
-                link.answer(link.stream.outbox.get_nowait())
+                answer = link.stream.outbox.get_nowait()
+                assert answer is not None
+                link.answer(answer)
 
     def command(self, link: Link, command: Command) -> None:
         now, session = self.world.now, self.session
