@@ -38,8 +38,12 @@ class ClusterConfig:
     http_port: int = 8000
     """0: any free port."""
     grpc_host: str = "127.0.0.1"
-    """Where the gRPC front listens; workers announce themselves there too."""
+    """Where the gRPC front listens."""
     grpc_port: int = 50051
+    """0: any free port."""
+    registry_host: str = "127.0.0.1"
+    """Where workers announce themselves and `tandem status` asks; whoever reaches it is believed."""
+    registry_port: int = 50052
     """0: any free port."""
     dtype: str = "float32"
     """Of weights and KV. float32 is exact, token for token; bfloat16 halves the memory."""
@@ -68,11 +72,14 @@ class ClusterConfig:
     def __post_init__(self) -> None:
         _require_range("num_prefill", self.num_prefill, 0 if self.aggregated else 1, MAX_WORKERS_PER_ROLE)
         _require_range("num_decode", self.num_decode, 1, MAX_WORKERS_PER_ROLE)
-        for name in ("http_port", "grpc_port"):
-            _require_range(name, getattr(self, name), 0, 65535)
-        if self.http_port == self.grpc_port != 0:
-            raise BadRequest("grpc_port", f"must differ from http_port, both are {self.grpc_port}")
-        for name in ("http_host", "grpc_host"):
+        taken: dict[int, str] = {}
+        for name in ("http_port", "grpc_port", "registry_port"):
+            port = getattr(self, name)
+            _require_range(name, port, 0, 65535)
+            if port and port in taken:
+                raise BadRequest(name, f"must differ from {taken[port]}, both are {port}")
+            taken[port] = name
+        for name in ("http_host", "grpc_host", "registry_host"):
             if not getattr(self, name):
                 raise BadRequest(name, "must not be empty")
         for name in ("lease_s", "start_timeout_s", "drain_timeout_s", "heartbeat_timeout_s"):
@@ -89,8 +96,13 @@ class ClusterConfig:
 
     @property
     def grpc_address(self) -> str:
-        """host:port of the router, for clients and workers."""
+        """host:port of the router, for clients."""
         return f"{self.grpc_host}:{self.grpc_port}"
+
+    @property
+    def registry_address(self) -> str:
+        """host:port of the router, for workers and their keeper."""
+        return f"{self.registry_host}:{self.registry_port}"
 
     @property
     def roles(self) -> tuple[tuple[str, Role], ...]:

@@ -64,7 +64,7 @@ class Launcher:
         self._ray = RayRuntime(len(config.roles) + 1, folders.ray)
         self._valkey: EmbeddedValkey | None = None
         fleet = Fleet(config.roles, SystemRandom())
-        self._deaths = DeathNotices(lambda ref: report_death(self._config.grpc_address, ref))
+        self._deaths = DeathNotices(lambda ref: report_death(self._config.registry_address, ref))
         self._controller = Controller(fleet, self._spawn_worker, config, self._heard, self._deaths.died)
         self._router = RouterKeeper(
             self._spawn_router, config.start_timeout_s, progress.say, self._deaths.router_started
@@ -129,7 +129,7 @@ class Launcher:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 while lack:
                     try:
-                        lack = missing(await fetch_status(self._config.grpc_address), self._config)
+                        lack = missing(await fetch_status(self._config.registry_address), self._config)
                     except RouterUnreachable as error:
                         lack = str(error)
                     await asyncio.sleep(POLL_S if lack else 0.0)
@@ -179,7 +179,7 @@ class Launcher:
             ref.worker_id,
             ref.incarnation,
             order.role,
-            router_address=self._config.grpc_address,
+            router_address=self._config.registry_address,
             cpu_core=self._core_of(ref.worker_id),
         )
 
@@ -193,6 +193,8 @@ class Launcher:
             http_port=config.http_port,
             grpc_host=config.grpc_host,
             grpc_port=config.grpc_port,
+            registry_host=config.registry_host,
+            registry_port=config.registry_port,
             drain_timeout_s=config.drain_timeout_s,
         )
 

@@ -15,7 +15,8 @@ def resolve_ports(config: ClusterConfig) -> ClusterConfig:
     """`config` with each port 0 replaced by a free one. Raises: BadRequest: a port cannot be listened on."""
     http_port = _usable_port("--http-port", config.http_host, config.http_port)
     grpc_port = _usable_port("--grpc-port", config.grpc_host, config.grpc_port)
-    return replace(config, http_port=http_port, grpc_port=grpc_port)
+    registry_port = _usable_port("--registry-port", config.registry_host, config.registry_port)
+    return replace(config, http_port=http_port, grpc_port=grpc_port, registry_port=registry_port)
 
 
 def require_model(folder: Path) -> None:

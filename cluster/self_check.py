@@ -72,13 +72,13 @@ class Parity:
         return "blocks stayed behind" if self.orphaned_blocks else ""
 
 
-async def check_parity(http_url: str, grpc_address: str, model: str) -> Parity:
+async def check_parity(http_url: str, registry_address: str, model: str) -> Parity:
     """Run the check. Raises: CheckFailed, its message starting with the parity line where it came so far."""
     async with _session() as session:
         local = await asyncio.gather(*(complete(session, http_url, model, text, "local") for text in PROMPTS))
         remote = await asyncio.gather(*(complete(session, http_url, model, text, "remote") for text in PROMPTS))
-    orphaned_blocks = await settled_blocks(grpc_address)
-    status = await fetch_status(grpc_address)
+    orphaned_blocks = await settled_blocks(registry_address)
+    status = await fetch_status(registry_address)
     pairs = [pair for one, other in zip(local, remote, strict=True) for pair in _side_by_side(one, other)]
     parity = Parity(
         equal_tokens=sum(one == other for one, other in pairs),
@@ -127,12 +127,12 @@ async def complete(
     return _read_answer(reply)
 
 
-async def settled_blocks(grpc_address: str) -> int:
+async def settled_blocks(registry_address: str) -> int:
     """Blocks that workers still hold or keep in quarantine once nothing runs: 0 unless some were lost."""
     deadline_s = time.monotonic() + SETTLE_TIMEOUT_S
     zero_since_s: float | None = None
     while True:
-        status = await fetch_status(grpc_address)
+        status = await fetch_status(registry_address)
         held: int = sum(item.load.used_blocks + item.load.quarantined_blocks for item in status.workers)
         now_s = time.monotonic()
         if held or status.open_requests:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+import sys
+from pathlib import Path
 from typing import Final
 
 from cluster.config import ClusterConfig
@@ -58,32 +60,34 @@ async def _check(config: ClusterConfig, progress: Progress) -> None:
         progress.plain("parity: not applicable, aggregated: there is no prefill worker; a request works")
         return
     async with progress.step("checking: the same prompts, prefilled on a prefill worker and on the decode worker"):
-        parity = await check_parity(config.http_url, config.grpc_address, config.served_model_name)
+        parity = await check_parity(config.http_url, config.registry_address, config.served_model_name)
     progress.plain(parity.line)
 
 
 async def _addresses(config: ClusterConfig) -> str:
     """How to call what is up."""
     body = json.dumps({"model": config.served_model_name, "prompt": PROMPT, "max_tokens": 16, "temperature": 0})
-    message = json.dumps({"text": PROMPT, "stopping": {"max_tokens": 16}})
-    status = await fetch_status(config.grpc_address)
+    message = json.dumps({"text": PROMPT, "sampling": {"temperature": 0}, "stopping": {"max_tokens": 16}})
+    status = await fetch_status(config.registry_address)
     metrics = [f"{item.worker.ref.worker_id} http://{item.worker.metrics_address}/metrics"
                for item in status.workers if item.worker.metrics_address]  # fmt: skip
     call = (
         "import grpc; from tandem.v1 import inference_pb2 as m, inference_pb2_grpc as s; "
         f"stub = s.InferenceServiceStub(grpc.insecure_channel('{config.grpc_address}')); "
         f"print(''.join(r.text for r in stub.Generate(m.GenerateRequest(text='{PROMPT}', "
-        "stopping=m.Stopping(max_tokens=16)))))"
+        "sampling=m.Sampling(temperature=0), stopping=m.Stopping(max_tokens=16)))))"
     )
+    tandem = Path(sys.executable).with_name("tandem")
     return "\n".join([
         "",
         f"  curl {config.http_url}/v1/completions -H 'Content-Type: application/json' -d '{body}'",
         "",
         f"  grpcurl -plaintext -d '{message}' {config.grpc_address} tandem.v1.InferenceService/Generate",
-        f'  python -c "{call}"',
+        f'  {sys.executable} -c "{call}"',
         "",
         f"  metrics: router {config.http_url}/metrics",
         *(f"           {line}" for line in sorted(metrics)),
-        "  tandem chat, tandem status: from another terminal",
+        f"  in another terminal: {tandem} chat --url {config.http_url}",
+        f"                       {tandem} status --registry {config.registry_address}",
         "",
     ])  # fmt: skip

@@ -13,7 +13,9 @@ from router.dispatcher import DispatcherConfig
 class RouterConfig:
     """model_folder: tokenizer, chat template and limits are read there; the weights are not.
     silence_timeout_s: a worker that says nothing for so long is given up. drain_timeout_s: how long open requests
-    may go on after a stop. max_workers: most that register. Ports: 0 takes any free one."""
+    may go on after a stop. max_workers: most that register. Ports: 0 takes any free one.
+
+    The registry has a port of its own because whoever reaches it is believed: a death reported there frees blocks."""
 
     model_folder: Path
     model_name: str
@@ -21,6 +23,8 @@ class RouterConfig:
     http_port: int = 8000
     grpc_host: str = "127.0.0.1"
     grpc_port: int = 50051
+    registry_host: str = "127.0.0.1"
+    registry_port: int = 50052
     silence_timeout_s: float = 10.0
     drain_timeout_s: float = 5.0
     max_workers: int = 1024
@@ -29,7 +33,7 @@ class RouterConfig:
     def __post_init__(self) -> None:
         if not self.model_name:
             raise BadRequest("model_name", "must not be empty")
-        for name in ("http_port", "grpc_port"):
+        for name in ("http_port", "grpc_port", "registry_port"):
             if not 0 <= getattr(self, name) <= 65535:
                 raise BadRequest(name, f"must be in [0, 65535], got {getattr(self, name)}")
 
@@ -40,3 +44,4 @@ class RouterEndpoints:
 
     http_address: str
     grpc_address: str
+    registry_address: str

@@ -6,7 +6,9 @@ import logging
 import secrets
 import time
 
+import grpc
 from aiohttp import web
+from grpc_reflection.v1alpha import reflection
 from prometheus_client import CollectorRegistry
 from tandem.v1 import worker_pb2_grpc
 
@@ -15,7 +17,7 @@ from engine.model_config import ModelConfig
 from engine.tokenizer import Tokenizer
 from router.config import RouterConfig, RouterEndpoints
 from router.front.generation import Front
-from router.front.grpc_service import GrpcFront, build_grpc_server
+from router.front.grpc_service import SERVER_OPTIONS, GrpcFront, build_grpc_server
 from router.front.intake import ServedModel
 from router.front.openai_http import build_http_app, build_http_runner
 from router.live import LiveDispatcher
@@ -32,12 +34,13 @@ class RouterProcess:
     def __init__(self) -> None:
         self._dispatcher: LiveDispatcher | None = None
         self._grpc: GrpcFront | None = None
+        self._registry: grpc.aio.Server | None = None
         self._http: web.AppRunner | None = None
         self._tasks = BackgroundTasks(_broken)
         self._drain_timeout_s = 0.0
 
     async def start(self, config: RouterConfig) -> RouterEndpoints:
-        """Listen on both fronts. Raises OSError: an address is taken. BadModel: the folder cannot be served."""
+        """Listen for clients and workers. Raises: OSError: an address is taken. BadModel: no folder to serve from."""
         self._drain_timeout_s = config.drain_timeout_s
         self._dispatcher = LiveDispatcher(config, f"router-{secrets.token_hex(4)}", self._tasks.spawn)
         tokenizer = Tokenizer.load(config.model_folder)
@@ -46,10 +49,11 @@ class RouterProcess:
         front = Front(self._dispatcher, tokenizer, model, metrics)
         grpc_address = await self._start_grpc(config, front)
         http_address = await self._start_http(config, front)
+        registry_address = await self._start_registry(config)
         assert self._grpc is not None
         self._tasks.spawn(self._dispatcher.tick_forever())
         self._tasks.spawn(self._grpc.health.follow())
-        return RouterEndpoints(http_address, grpc_address)
+        return RouterEndpoints(http_address, grpc_address, registry_address)
 
     async def stop(self) -> None:
         """Refuse what is new, let what is open finish within the drain bound, close everything."""
@@ -62,14 +66,24 @@ class RouterProcess:
             await self._http.cleanup()
         if self._grpc is not None:
             await self._grpc.server.stop(grace=0.5)
+        if self._registry is not None:
+            await self._registry.stop(grace=0.5)
 
     async def _start_grpc(self, config: RouterConfig, front: Front) -> str:
         assert self._dispatcher is not None
-        self._grpc = build_grpc_server(front, self._dispatcher.why_not_ready, other_services=(SERVICE_NAME,))
-        worker_pb2_grpc.add_RouterServiceServicer_to_server(RegistryServicer(self._dispatcher), self._grpc.server)
+        self._grpc = build_grpc_server(front, self._dispatcher.why_not_ready)
         port = self._grpc.server.add_insecure_port(f"{config.grpc_host}:{config.grpc_port}")
         await self._grpc.server.start()
         return f"{config.grpc_host}:{port}"
+
+    async def _start_registry(self, config: RouterConfig) -> str:
+        assert self._dispatcher is not None
+        self._registry = grpc.aio.server(options=SERVER_OPTIONS)
+        worker_pb2_grpc.add_RouterServiceServicer_to_server(RegistryServicer(self._dispatcher), self._registry)
+        reflection.enable_server_reflection((SERVICE_NAME, reflection.SERVICE_NAME), self._registry)
+        port = self._registry.add_insecure_port(f"{config.registry_host}:{config.registry_port}")
+        await self._registry.start()
+        return f"{config.registry_host}:{port}"
 
     async def _start_http(self, config: RouterConfig, front: Front) -> str:
         assert self._dispatcher is not None

@@ -14,7 +14,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     text = "show workers, their load and their connections"
     parser = commands.add_parser("status", help=text, description=f"{text.capitalize()}. Blocks are KV blocks.")
     parser.add_argument(
-        "--grpc", default="127.0.0.1:50051", metavar="HOST:PORT", help="the router (default: %(default)s)"
+        "--registry",
+        default="127.0.0.1:50052",
+        metavar="HOST:PORT",
+        help="the registry (default: %(default)s)",
     )
     parser.add_argument("--json", action="store_true", help="print tandem.v1.GetStatusResponse as JSON")
     parser.set_defaults(run=run)
@@ -27,7 +30,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     from cluster.status_client import fetch_status
 
-    status = asyncio.run(fetch_status(arguments.grpc))
+    status = asyncio.run(fetch_status(arguments.registry))
     if arguments.json:
         print(MessageToJson(status, preserving_proto_field_name=True, always_print_fields_with_no_presence=True))
     else:

@@ -48,6 +48,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     flag("--http-port", "http_port", "its port; 0: any free one", type=int, metavar="PORT")
     flag("--grpc-host", "grpc_host", "where the gRPC front listens", metavar="HOST")
     flag("--grpc-port", "grpc_port", "its port; 0: any free one", type=int, metavar="PORT")
+    flag("--registry-host", "registry_host", "where workers and `tandem status` find the router", metavar="HOST")
+    flag("--registry-port", "registry_port", "its port; 0: any free one", type=int, metavar="PORT")
     flag("--dtype", "dtype", "of weights and KV", choices=DTYPES)
     flag("--num-blocks", "num_blocks", "KV blocks of each worker", type=int, metavar="N")
     flag("--block-size", "block_size", "tokens of a block", type=int, metavar="N")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Final, NoReturn
@@ -68,17 +68,13 @@ class GrpcFront:
     health: ReadinessHealth
 
 
-def build_grpc_server(front: Front, readiness: Readiness, other_services: Sequence[str] = ()) -> GrpcFront:
-    """The server with InferenceService, health and reflection.
-
-    Args:
-        other_services: full names of services that the caller adds to the server; reflection lists them.
-    """
+def build_grpc_server(front: Front, readiness: Readiness) -> GrpcFront:
+    """The server with InferenceService, health and reflection."""
     server = grpc.aio.server(options=SERVER_OPTIONS)
     server.add_generic_rpc_handlers((_inference_handler(InferenceServicer(front)),))
     health_servicer = ReadinessHealth(readiness, (SERVICE_NAME,))
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
-    names = (SERVICE_NAME, *other_services, health.SERVICE_NAME, reflection.SERVICE_NAME)
+    names = (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
     reflection.enable_server_reflection(names, server)
     return GrpcFront(server, health_servicer)
 

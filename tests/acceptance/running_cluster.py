@@ -30,13 +30,14 @@ class RunningCluster:
 
     http: str
     grpc: str
+    registry: str
     model: str
     folder: Path
     pid: int
 
     def status(self) -> Any:
         """A tandem.v1.GetStatusResponse."""
-        with grpc.insecure_channel(self.grpc, options=(("grpc.enable_http_proxy", 0),)) as channel:
+        with grpc.insecure_channel(self.registry, options=(("grpc.enable_http_proxy", 0),)) as channel:
             return worker_pb2_grpc.RouterServiceStub(channel).GetStatus(worker_pb2.GetStatusRequest(), timeout=5)
 
     def workers(self) -> dict[str, Any]:
@@ -85,9 +86,10 @@ def wait_until(done: Callable[[], bool], timeout_s: float, describe: Callable[[]
 @contextmanager
 def running_cluster(model: Path, cache: Path, *flags: str, **settings: Any) -> Iterator[RunningCluster]:
     """`tandem up` on free ports, up and connected; ended by Ctrl-C, and then nothing of it may be left."""
-    http_port, grpc_port = free_ports(2)
+    http_port, grpc_port, registry_port = free_ports(3)
     config = cache / "cluster.yaml"
-    values = {"http_port": http_port, "grpc_port": grpc_port, "num_blocks": 512, **settings}
+    ports = {"http_port": http_port, "grpc_port": grpc_port, "registry_port": registry_port}
+    values = {**ports, "num_blocks": 512, **settings}
     config.write_text(json.dumps(values))  # JSON is YAML
     output = cache / "up.log"
     command = [sys.executable, "-m", "cluster.main", "up", "--model", str(model), "--config", str(config)]
@@ -108,7 +110,14 @@ def running_cluster(model: Path, cache: Path, *flags: str, **settings: Any) -> I
             lambda: explain(cache),
         )
         assert process.poll() is None, explain(cache)
-        yield RunningCluster(f"http://127.0.0.1:{http_port}", f"127.0.0.1:{grpc_port}", model.name, cache, process.pid)
+        yield RunningCluster(
+            f"http://127.0.0.1:{http_port}",
+            f"127.0.0.1:{grpc_port}",
+            f"127.0.0.1:{registry_port}",
+            model.name,
+            cache,
+            process.pid,
+        )
     except BaseException:
         print(explain(cache))
         raise

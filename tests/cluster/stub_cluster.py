@@ -1,4 +1,4 @@
-"""`tandem up` with stub hosts, as a process of its own: python stub_cluster.py HTTP_PORT GRPC_PORT MODEL_FOLDER."""
+"""`tandem up` with stub hosts, as a process of its own: python stub_cluster.py PORT PORT PORT FOLDER."""
 
 from __future__ import annotations
 
@@ -17,7 +17,11 @@ HOSTS = Hosts(worker="stub_hosts:StubWorkerHost", router="stub_hosts:StubRouterH
 
 def main() -> int:
     config = ClusterConfig(
-        Path(sys.argv[3]), http_port=int(sys.argv[1]), grpc_port=int(sys.argv[2]), drain_timeout_s=1.0
+        Path(sys.argv[4]),
+        http_port=int(sys.argv[1]),
+        grpc_port=int(sys.argv[2]),
+        registry_port=int(sys.argv[3]),
+        drain_timeout_s=1.0,
     )
     with run_folders() as folders:
 

@@ -64,7 +64,7 @@ class StubRouterHost:
     async def start(self, config: RouterConfig) -> None:
         self._grpc = grpc.aio.server()
         worker_pb2_grpc.add_RouterServiceServicer_to_server(StubRouterService(), self._grpc)
-        self._grpc.add_insecure_port(f"{config.grpc_host}:{config.grpc_port}")
+        self._grpc.add_insecure_port(f"{config.registry_host}:{config.registry_port}")
         await self._grpc.start()
         self._http = web.AppRunner(completions_app())
         await self._http.setup()

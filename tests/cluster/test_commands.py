@@ -85,7 +85,7 @@ def test_chat_shows_the_fronts_error(
 
 def test_nobody_there_is_one_line_and_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["chat", "--url", "http://127.0.0.1:9", "--message", "x"]) == 1
-    assert main(["status", "--grpc", "127.0.0.1:9"]) == 1
+    assert main(["status", "--registry", "127.0.0.1:9"]) == 1
     assert len(capsys.readouterr().err.splitlines()) == 2
 
 

@@ -39,7 +39,7 @@ async def start(folder: Path) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(
         sys.executable,
         str(SCRIPT),
-        *map(str, free_ports(2)),
+        *map(str, free_ports(3)),
         str(folder),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
