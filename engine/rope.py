@@ -27,16 +27,33 @@ def rotary_tables(config: ModelConfig) -> tuple[torch.Tensor, torch.Tensor]:
 
 def inverse_frequencies(config: ModelConfig) -> torch.Tensor:
     """Radians by which each pair of dimensions turns from one position to the next, [head_dim / 2], float32."""
-    periods = config.rope_theta ** (torch.arange(0, config.head_dim, 2).float() / config.head_dim)
+    plain = plain_frequencies(config.rope_theta, config.head_dim)
     match config.rope_scaling:
         case None:
-            return 1.0 / periods
+            return plain
         case LinearScaling(factor):
-            return 1.0 / periods / factor
+            return plain / factor
         case Llama3Scaling() as scaling:
-            return _llama3(1.0 / periods, scaling)
+            return llama3_frequencies(plain, scaling)
         case YarnScaling() as scaling:
-            return _yarn(periods, config, scaling)
+            return _yarn(config, scaling)
+
+
+def plain_frequencies(theta: float, head_dim: int) -> torch.Tensor:
+    """Frequencies without scaling, [head_dim / 2], float32."""
+    return 1.0 / _periods(theta, head_dim)
+
+
+def llama3_frequencies(plain: torch.Tensor, scaling: Llama3Scaling) -> torch.Tensor:
+    """Scaled frequencies of plain ones, [head_dim / 2], float32."""
+    wavelengths = 2 * math.pi / plain
+    longest_kept = scaling.original_context_tokens / scaling.high_frequency_factor
+    shortest_scaled = scaling.original_context_tokens / scaling.low_frequency_factor
+    turns = scaling.original_context_tokens / wavelengths
+    kept = (turns - scaling.low_frequency_factor) / (scaling.high_frequency_factor - scaling.low_frequency_factor)
+    blended = (1 - kept) * plain / scaling.factor + kept * plain
+    scaled = torch.where(wavelengths > shortest_scaled, plain / scaling.factor, blended)
+    return torch.where(wavelengths < longest_kept, plain, scaled)
 
 
 def attention_factor(config: ModelConfig) -> float:
@@ -44,20 +61,13 @@ def attention_factor(config: ModelConfig) -> float:
     return config.rope_scaling.attention_factor if isinstance(config.rope_scaling, YarnScaling) else 1.0
 
 
-def _llama3(frequencies: torch.Tensor, scaling: Llama3Scaling) -> torch.Tensor:
-    """Scaled frequencies of plain ones."""
-    wavelengths = 2 * math.pi / frequencies
-    longest_kept = scaling.original_context_tokens / scaling.high_frequency_factor
-    shortest_scaled = scaling.original_context_tokens / scaling.low_frequency_factor
-    turns = scaling.original_context_tokens / wavelengths
-    kept = (turns - scaling.low_frequency_factor) / (scaling.high_frequency_factor - scaling.low_frequency_factor)
-    blended = (1 - kept) * frequencies / scaling.factor + kept * frequencies
-    scaled = torch.where(wavelengths > shortest_scaled, frequencies / scaling.factor, blended)
-    return torch.where(wavelengths < longest_kept, frequencies, scaled)
+def _periods(theta: float, head_dim: int) -> torch.Tensor:
+    return theta ** (torch.arange(0, head_dim, 2).float() / head_dim)
 
 
-def _yarn(periods: torch.Tensor, config: ModelConfig, scaling: YarnScaling) -> torch.Tensor:
-    """Scaled frequencies of plain periods: a ramp from kept to divided by the factor."""
+def _yarn(config: ModelConfig, scaling: YarnScaling) -> torch.Tensor:
+    """Scaled frequencies: a ramp over the pairs from kept to divided by the factor."""
+    periods = _periods(config.rope_theta, config.head_dim)
     low, high = _yarn_ramp(config, scaling)
     ramp = ((torch.arange(config.head_dim // 2).float() - low) / (high - low)).clamp(0, 1)
     kept = 1 - ramp

@@ -3,20 +3,19 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import gguf
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from core.errors import BadModel
 from engine import gguf_import
-from engine.gguf_import import BLOCK_TENSORS, GLOBAL_TENSORS, import_default_model, import_gguf
+from engine.gguf_import import folder_for, import_default_model, import_gguf
 from engine.model_config import ModelConfig
-from engine.tokenizer import BYTE_OF_CHARACTER, Tokenizer
+from engine.tokenizer import Tokenizer
 from engine.torch_runner import TorchModelRunner
-from tests.engine.tiny_model import SPECIAL_TOKENS, tiny_tensors
+from tests.engine.gguf_files import TOKENS, model_fields, tokenizer_fields, write_gguf
+from tests.engine.tiny_model import tiny_tensors
 
-TOKENS = [*SPECIAL_TOKENS, *BYTE_OF_CHARACTER, "hi"]
 CONFIG = {
     "vocab_size": len(TOKENS),
     "hidden_size": 32,
@@ -24,60 +23,16 @@ CONFIG = {
     "num_hidden_layers": 1,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
 }
-FIELDS: dict[str, object] = {
-    "llama.embedding_length": 32,
-    "llama.feed_forward_length": 64,
-    "llama.block_count": 1,
-    "llama.context_length": 128,
-    "llama.attention.head_count": 4,
-    "llama.attention.head_count_kv": 2,
-    "llama.attention.layer_norm_rms_epsilon": 1e-5,
-    "tokenizer.ggml.model": "gpt2",
-    "tokenizer.ggml.pre": "smollm",
-    "tokenizer.ggml.tokens": TOKENS,
-    "tokenizer.ggml.token_type": [3] * len(SPECIAL_TOKENS) + [1] * (len(TOKENS) - len(SPECIAL_TOKENS)),
-    "tokenizer.ggml.merges": ["h i"],
-    "tokenizer.ggml.bos_token_id": 1,
-    "tokenizer.ggml.eos_token_id": 2,
-}
+FIELDS = model_fields("llama", CONFIG) | tokenizer_fields()
 
 
 def _write_gguf(
     path: Path, fields: dict[str, object], tensors: dict[str, torch.Tensor], architecture: str = "llama"
 ) -> Path:
-    """A GGUF as llama.cpp's converter writes it, q and k permuted for interleaved rotation."""
-    writer = gguf.GGUFWriter(path, architecture)
-    for name, value in fields.items():
-        match value:
-            case str():
-                writer.add_string(name, value)
-            case int():
-                writer.add_uint32(name, value)
-            case float():
-                writer.add_float32(name, value)
-            case list():
-                writer.add_array(name, value)
-    parts = {hugging_face: part for part, hugging_face in BLOCK_TENSORS.items()}
-    for name, tensor in tensors.items():
-        if name in GLOBAL_TENSORS.values():
-            stored = next(key for key, value in GLOBAL_TENSORS.items() if value == name)
-        else:
-            _, _, index, rest = name.split(".", 3)
-            stored = f"blk.{index}.{parts[rest.removesuffix('.weight')]}.weight"
-        writer.add_tensor(stored, _interleaved(name, tensor).contiguous().numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
-def _interleaved(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    num_heads = 4 if ".q_proj." in name else 2 if ".k_proj." in name else 0
-    if not num_heads:
-        return tensor
-    return tensor.view(num_heads, 2, -1, tensor.shape[1]).transpose(1, 2).reshape(tensor.shape)
+    return write_gguf(path, architecture, fields, tensors)
 
 
 @pytest.fixture
@@ -121,7 +76,14 @@ def test_missing_fields_are_named(tmp_path: Path, tensors: dict[str, torch.Tenso
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("tokenizer.ggml.model", "llama"), ("tokenizer.ggml.pre", "llama-bpe"), ("llama.rope.scaling.type", "yarn")],
+    [
+        ("tokenizer.ggml.model", "llama"),
+        ("tokenizer.ggml.pre", "tekken"),
+        ("llama.rope.scaling.type", "longrope"),
+        ("llama.rope.scaling.yarn_log_multiplier", 0.1),
+        ("llama.rope.dimension_count", 4),
+        ("llama.attention.value_length", 4),
+    ],
 )
 def test_unsupported_kinds_are_named(
     tmp_path: Path, tensors: dict[str, torch.Tensor], field: str, value: object
@@ -132,8 +94,8 @@ def test_unsupported_kinds_are_named(
 
 
 def test_other_architectures_are_refused(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    source = _write_gguf(tmp_path / "model.gguf", FIELDS, tensors, architecture="qwen2")
-    with pytest.raises(BadModel, match="qwen2"):
+    source = _write_gguf(tmp_path / "model.gguf", FIELDS, tensors, architecture="gemma")
+    with pytest.raises(BadModel, match=r"general\.architecture: need one of llama, qwen2, qwen3, got 'gemma'"):
         import_gguf(source, tmp_path / "model", lambda _line: None)
 
 
@@ -142,6 +104,39 @@ def test_missing_tensors_are_named(tmp_path: Path, tensors: dict[str, torch.Tens
     source = _write_gguf(tmp_path / "model.gguf", FIELDS, tensors)
     with pytest.raises(BadModel, match=r"blk\.0\.ffn_up\.weight"):
         import_gguf(source, tmp_path / "model", lambda _line: None)
+
+
+def test_tensors_without_a_place_are_named(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    source = _write_gguf(tmp_path / "model.gguf", FIELDS, tensors | {"blk.0.ffn_gate_inp.weight": torch.ones(2, 32)})
+    with pytest.raises(BadModel, match=r"no place in a llama model: blk\.0\.ffn_gate_inp\.weight"):
+        import_gguf(source, tmp_path / "model", lambda _line: None)
+
+
+def test_a_window_is_refused_before_the_long_part(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    fields = FIELDS | {"llama.attention.sliding_window": 64}
+    lines: list[str] = []
+    with pytest.raises(BadModel, match="sliding_window"):
+        import_gguf(_write_gguf(tmp_path / "model.gguf", fields, tensors), tmp_path / "model", lines.append)
+    assert lines == ["reading model.gguf"]
+
+
+def test_a_folder_stays_itself(tmp_path: Path) -> None:
+    assert folder_for(tmp_path, tmp_path / "cache", lambda _line: None) == tmp_path
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_file_is_imported_once_by_its_content(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    source = _write_gguf(tmp_path / "small.gguf", FIELDS, tensors)
+    folder = folder_for(source, tmp_path / "cache", lambda _line: None)
+    assert folder.name == "small"
+    assert ModelConfig.load(folder).num_heads == 4
+    lines: list[str] = []
+    (tmp_path / "elsewhere").mkdir()
+    moved = source.rename(tmp_path / "elsewhere" / "small.gguf")
+    assert folder_for(moved, tmp_path / "cache", lines.append) == folder
+    assert lines == ["checking small.gguf"]
+    other = _write_gguf(tmp_path / "small.gguf", FIELDS | {"llama.rope.freq_base": 5e5}, tensors)
+    assert folder_for(other, tmp_path / "cache", lambda _line: None) != folder
 
 
 def test_a_file_that_is_no_gguf(tmp_path: Path) -> None:

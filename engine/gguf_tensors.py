@@ -1,0 +1,115 @@
+"""A GGUF's tensors under their Hugging Face names, dequantised to float32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import gguf
+import numpy
+
+from core.errors import BadModel
+from engine.gguf_config import ROPE_FACTORS
+from engine.gguf_metadata import Metadata
+from engine.models.family import Family
+
+BLOCK_TENSORS: Final = {
+    "attn_norm.weight": "input_layernorm.weight",
+    "attn_q.weight": "self_attn.q_proj.weight",
+    "attn_k.weight": "self_attn.k_proj.weight",
+    "attn_v.weight": "self_attn.v_proj.weight",
+    "attn_output.weight": "self_attn.o_proj.weight",
+    "ffn_norm.weight": "post_attention_layernorm.weight",
+    "ffn_gate.weight": "mlp.gate_proj.weight",
+    "ffn_up.weight": "mlp.up_proj.weight",
+    "ffn_down.weight": "mlp.down_proj.weight",
+}
+BIAS_TENSORS: Final = {
+    "attn_q.bias": "self_attn.q_proj.bias",
+    "attn_k.bias": "self_attn.k_proj.bias",
+    "attn_v.bias": "self_attn.v_proj.bias",
+}
+NORM_TENSORS: Final = {
+    "attn_q_norm.weight": "self_attn.q_norm.weight",
+    "attn_k_norm.weight": "self_attn.k_norm.weight",
+}
+GLOBAL_TENSORS: Final = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+PAIRED_ROWS: Final = {"llama"}  # architectures whose q and k rows llama.cpp stores in pairs
+
+
+def block_tensors(family: Family) -> dict[str, str]:
+    """Hugging Face names, below a layer, by GGUF names, below a block."""
+    biases = BIAS_TENSORS if family.attention_bias else {}
+    norms = NORM_TENSORS if family.qk_norm else {}
+    return BLOCK_TENSORS | biases | norms
+
+
+def dequantised_tensors(
+    metadata: Metadata, config: dict[str, Any], progress: Callable[[str], None]
+) -> dict[str, numpy.ndarray]:
+    """All tensors by their Hugging Face names, float32.
+
+    Raises: BadModel: a tensor is missing, has no place in the family, or is stored in a way that cannot be read.
+    """
+    num_layers = config["num_hidden_layers"]
+    names = _names(metadata.family, num_layers)
+    _require_all(metadata, names)
+    tensors = {}
+    for tensor in metadata.reader.tensors:
+        if tensor.name == ROPE_FACTORS:  # said by config.json
+            continue
+        values = _dequantised(metadata, tensor)
+        name = names[tensor.name]
+        if metadata.architecture in PAIRED_ROWS:
+            values = _half_split(name, values, config)
+        tensors[name] = numpy.ascontiguousarray(values)
+        if name.endswith("down_proj.weight"):
+            progress(f"dequantised layer {name.split('.')[2]} of {num_layers}")
+    return tensors
+
+
+def _names(family: Family, num_layers: int) -> dict[str, str]:
+    """Hugging Face names by GGUF names."""
+    parts = block_tensors(family).items()
+    blocks = {
+        f"blk.{index}.{part}": f"model.layers.{index}.{name}" for index in range(num_layers) for part, name in parts
+    }
+    return GLOBAL_TENSORS | blocks
+
+
+def _require_all(metadata: Metadata, names: dict[str, str]) -> None:
+    """Raise BadModel unless exactly these are there; only the head may be missing: it is then tied to the embedding."""
+    found = {tensor.name for tensor in metadata.reader.tensors} - {ROPE_FACTORS}
+    if missing := names.keys() - found - {"output.weight"}:
+        raise BadModel(f"{metadata.name}: missing tensors: {', '.join(sorted(missing))}")
+    if extra := found - names.keys():
+        family = metadata.architecture
+        raise BadModel(f"{metadata.name}: tensors that have no place in a {family} model: {', '.join(sorted(extra))}")
+
+
+def _dequantised(metadata: Metadata, tensor: gguf.ReaderTensor) -> numpy.ndarray:
+    try:
+        values: numpy.ndarray = gguf.dequantize(tensor.data, tensor.tensor_type)
+    except (NotImplementedError, ValueError) as error:
+        kind = tensor.tensor_type.name
+        raise BadModel(f"{metadata.name}: tensor {tensor.name}: {kind} cannot be dequantised: {error}") from error
+    return values.astype(numpy.float32, copy=False)
+
+
+def _half_split(name: str, values: numpy.ndarray, config: dict[str, Any]) -> numpy.ndarray:
+    """`values` of the tensor in Hugging Face's order: q and k with each head's rows in halves, others as they are."""
+    if ".q_proj." in name:
+        return _half_split_rows(values, config["num_attention_heads"])
+    if ".k_proj." in name:
+        return _half_split_rows(values, config["num_key_value_heads"])
+    return values
+
+
+def _half_split_rows(rows: numpy.ndarray, num_heads: int) -> numpy.ndarray:
+    """Undo llama.cpp's permutation, which stores each head's rows in pairs for interleaved rotation."""
+    per_head = rows.reshape(num_heads, rows.shape[0] // num_heads // 2, 2, *rows.shape[1:])
+    return per_head.swapaxes(1, 2).reshape(rows.shape)
