@@ -18,7 +18,7 @@ from enum import StrEnum
 from typing import Final, assert_never
 
 from core.errors import BadRequest, InvariantBroken, Rejected, RejectReason, TandemError, TransferFailed, WorkerLost
-from core.membership import WorkerRef
+from core.membership import Role, WorkerRef
 from core.messages import (
     Answer,
     CancelRequest,
@@ -33,7 +33,7 @@ from core.messages import (
     StepOutput,
 )
 from core.request import FinishReason, GenerateRequest, Placement, TokenDelta
-from router.policy.choose import Choice, choose
+from router.policy.choose import Choice, choose, filter_fitting
 from router.view import ClusterView
 
 
@@ -140,11 +140,19 @@ class Dispatcher:
         return sum(1 for flow in self._flows.values() if flow.stage is Stage.QUEUED)
 
     def submit(self, request: GenerateRequest, placement: Placement, now: float) -> list[Effect]:
-        """Take a request. Raises: Rejected: as many are open as this router holds. BadRequest: the id is in use."""
+        """Take a request.
+
+        Raises: Rejected: as many are open as this router holds. BadRequest: the id is in use, or no worker's whole KV
+            pool could hold the request.
+        """
         if len(self._flows) >= self._config.max_open_requests:
             raise Rejected(RejectReason.QUEUE_FULL, f"{len(self._flows)} requests are open")
         if request.request_id in self._flows:
             raise BadRequest("request_id", f"{request.request_id} is in use by an open request")
+        decodes = self._view.workers(Role.DECODE)
+        if decodes and not filter_fitting(decodes, request):
+            most_tokens = request.num_prompt_tokens + request.stop.max_tokens
+            raise BadRequest("max_tokens", f"prompt and output, {most_tokens} tokens, fit into no worker's KV pool")
         flow = _Flow(request, placement, now + self._config.request_timeout_s, now + self._config.queue_timeout_s)
         self._flows[request.request_id] = flow
         return self._plan(flow)
@@ -204,7 +212,7 @@ class Dispatcher:
                 effects += self._fail(flow, Rejected(RejectReason.NO_WORKER, message))
             elif now >= flow.deadline_s:
                 message = f"not done within {self._config.request_timeout_s} s"
-                effects += self._fail(flow, Rejected(RejectReason.QUEUE_TIMEOUT, message))
+                effects += self._fail(flow, Rejected(RejectReason.TIMEOUT, message))
         return effects
 
     def _plan(self, flow: _Flow) -> list[Effect]:

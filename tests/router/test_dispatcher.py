@@ -41,10 +41,10 @@ class Cluster:
         for name in names:
             self.join(name)
 
-    def join(self, name: str, life: str = "1") -> list[Effect]:
+    def join(self, name: str, life: str = "1", num_blocks: int = 100) -> list[Effect]:
         role = Role.PREFILL if name.startswith("p") else Role.DECODE
         ref = WorkerRef(name, life)
-        self.view.register(WorkerInfo(ref, role, f"{name}:1", b"id", 16, 1024, 100, 1024))
+        self.view.register(WorkerInfo(ref, role, f"{name}:1", b"id", 16, 1024, num_blocks, 1024))
         self.view.ready(ref)
         self.refs[name] = ref
         effects = self.dispatcher.serve_queue()
@@ -354,3 +354,13 @@ def test_in_any_order_of_answers_losses_and_cancels_nothing_stays_on_the_books(s
     take(cluster.dispatcher.tick(1e6))
     assert open_requests == set()
     cluster.assert_idle()
+
+
+def test_a_request_that_fits_into_no_pool_is_refused_at_once_and_one_that_fits_the_larger_goes_there() -> None:
+    cluster = Cluster("p1")
+    cluster.join("d1", num_blocks=1)
+    with pytest.raises(BadRequest, match=r"max_tokens: .* 28 tokens"):
+        cluster.submit()
+    cluster.assert_idle()
+    cluster.join("d2", num_blocks=2)
+    assert [effect.worker for effect in cluster.submit() if isinstance(effect, Send)] == [cluster.refs["d2"]]
