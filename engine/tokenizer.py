@@ -40,7 +40,8 @@ class Tokenizer:
 
     @staticmethod
     def load(folder: Path) -> Tokenizer:
-        """Read tokenizer.json, tokenizer_config.json and, where there is one, generation_config.json.
+        """Read tokenizer.json, tokenizer_config.json and, where they are there, generation_config.json and
+        chat_template.jinja.
 
         Raises: BadModel: a file is missing or damaged, or the tokenizer is not byte-level BPE.
         """
@@ -52,13 +53,13 @@ class Tokenizer:
         generation = folder / "generation_config.json"
         return Tokenizer(
             backend,
-            _special_token_id(backend, config, "bos_token") if config.get("add_bos_token") else None,
+            _added_bos_token_id(backend, config),
             _eos_token_ids(backend, config, read_json_object(generation) if generation.exists() else {}),
-            ChatTemplate.parse(config),
+            ChatTemplate.parse(config | _template_file(folder)),
         )
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a plain text. Nothing is added, except BOS where tokenizer_config.json says `add_bos_token`.
+        """Ids of a plain text. Nothing is added, except BOS where the model's files ask for it.
 
         The spelling of a special token ("<|im_end|>") in the text becomes that token.
         Raises: BadRequest: on `prompt`: the text holds a lone surrogate, which no UTF-8 can carry.
@@ -143,7 +144,10 @@ class ChatTemplate:
     def render(self, messages: Sequence[Mapping[str, str]]) -> str:
         """The prompt up to where the assistant speaks. Raises: BadRequest: on `messages`: the template refuses them."""
         try:
-            return self._template.render(messages=messages, add_generation_prompt=True, **self._special_tokens)
+            # `tools` and `documents` are None as in transformers: templates ask for "tools is not none".
+            return self._template.render(
+                messages=messages, add_generation_prompt=True, tools=None, documents=None, **self._special_tokens
+            )
         except (jinja2.TemplateError, TypeError, KeyError) as error:
             raise BadRequest("messages", f"refused by the model's chat template: {error}") from error
 
@@ -191,6 +195,24 @@ def _byte_level_alphabet() -> dict[str, int]:
 
 
 BYTE_OF_CHARACTER: Final = _byte_level_alphabet()
+
+
+def _template_file(folder: Path) -> dict[str, str]:
+    """The chat template where it has a file of its own, as newer models do; that one holds."""
+    path = folder / "chat_template.jinja"
+    try:
+        return {"chat_template": path.read_text(encoding="utf-8")} if path.exists() else {}
+    except (OSError, ValueError) as error:
+        raise BadModel(f"{path}: cannot be read: {error}") from error
+
+
+def _added_bos_token_id(backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> int | None:
+    """BOS where `add_bos_token` says so; without that field, where tokenizer.json itself adds it, as Llama 3's does."""
+    added = config.get("add_bos_token")
+    if added is False:
+        return None
+    bos_token_id = _special_token_id(backend, config, "bos_token")
+    return bos_token_id if added or bos_token_id in backend.encode("").ids else None
 
 
 def _eos_token_ids(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from cluster.folders import default_model_folder
+from cluster.folders import cache_folder, default_model_folder
 from cluster.progress import Progress
 
 
@@ -37,3 +37,17 @@ def fetch_default_model(target: Path, progress: Progress) -> Path:
     from engine.gguf_import import import_default_model
 
     return import_default_model(target, lambda text: progress.say(f"  {text}"))
+
+
+def ready_folder(model: Path, progress: Progress) -> Path:
+    """The folder to serve: a GGUF's is made once, below TANDEM_CACHE, and so is the default one; others stay as named.
+
+    Raises: BadModel: the GGUF cannot be served, by the field or tensor that forbids it.
+    """
+    if model == default_model_folder():
+        return fetch_default_model(model, progress)
+    if not model.is_file():
+        return model
+    from engine.gguf_import import folder_for
+
+    return folder_for(model, cache_folder() / "models", lambda text: progress.say(f"  {text}"))

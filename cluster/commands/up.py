@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Final
 
-from cluster.commands.model import fetch_default_model
+from cluster.commands.model import ready_folder
 from cluster.config import DTYPES, TRANSPORTS, ClusterConfig, load_cluster_config
 from cluster.folders import DEFAULT_MODEL, RunFolders, default_model_folder, run_folders
 from cluster.preflight import require_model, resolve_ports
@@ -37,8 +37,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--model",
         dest="model_folder",
         type=Path,
-        metavar="DIR",
-        help=f"model folder in Hugging Face form (default: {DEFAULT_MODEL}, made when missing)",
+        metavar="DIR|FILE.gguf",
+        help=f"model folder in Hugging Face form, or a GGUF (default: {DEFAULT_MODEL}, made when missing)",
     )
     parser.add_argument("--model-name", metavar="NAME", help="name that clients ask for (default: the folder's name)")
     flag("--prefill", "num_prefill", "prefill workers", type=int, metavar="N")
@@ -69,8 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Check what can be checked, then start; returns when all is down again."""
     progress = Progress()
     config = resolve_ports(_config(arguments))
-    if config.model_folder == default_model_folder():
-        fetch_default_model(config.model_folder, progress)
+    config = replace(config, model_folder=ready_folder(config.model_folder, progress))
     require_model(config.model_folder)
     with run_folders() as folders:
         progress.say(f"logs: {folders.logs}")

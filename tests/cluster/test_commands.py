@@ -11,8 +11,15 @@ from pathlib import Path
 import pytest
 from tandem.v1 import worker_pb2
 
+from cluster.commands import up
+from cluster.commands.model import ready_folder
 from cluster.commands.status import table
+from cluster.config import ClusterConfig
 from cluster.main import main
+from cluster.progress import Progress
+from engine.model_config import ModelConfig
+from tests.engine.gguf_files import TOKENS, model_fields, tokenizer_fields, write_gguf
+from tests.engine.tiny_model import tiny_tensors
 
 
 class ChatHandler(BaseHTTPRequestHandler):
@@ -124,3 +131,39 @@ def test_model_fetch_leaves_a_ready_folder_alone(tmp_path: Path, capsys: pytest.
     (tmp_path / "config.json").write_text("{}")
     assert main(["model", "fetch", "--to", str(tmp_path)]) == 0
     assert capsys.readouterr().out == f"{tmp_path}\n"
+
+
+def _tiny_gguf(path: Path) -> Path:
+    sizes = {"vocab_size": len(TOKENS), "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    config = sizes | {"num_attention_heads": 4, "num_key_value_heads": 2}
+    fields = model_fields("llama", config | {"max_position_embeddings": 128, "rms_norm_eps": 1e-5}) | tokenizer_fields()
+    return write_gguf(path, "llama", fields, tiny_tensors(config, seed=0))
+
+
+def test_up_imports_a_gguf_once_and_serves_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    served: list[ClusterConfig] = []
+    monkeypatch.setenv("TANDEM_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)  # `up` leaves it
+    monkeypatch.setattr(up, "supervise", lambda serve: serve())
+    monkeypatch.setattr(up, "_serve", lambda config, *_: served.append(config) or 0)
+    source = _tiny_gguf(tmp_path / "tiny.gguf")
+    assert main(["up", "--http-port", "0", "--grpc-port", "0", "--registry-port", "0", "--model", str(source)]) == 0
+    assert "reading tiny.gguf" in capsys.readouterr().out
+    (config,) = served
+    assert config.served_model_name == "tiny"
+    assert config.model_folder.is_relative_to(tmp_path / "cache" / "models")
+    assert ModelConfig.load(config.model_folder).num_heads == 4
+    assert ready_folder(source, Progress()) == config.model_folder
+    assert "reading" not in capsys.readouterr().out
+
+
+def test_a_file_that_is_no_gguf_fails_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TANDEM_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "model.gguf").write_bytes(b"not a model")
+    arguments = ["--registry-port", "0", "--model", str(tmp_path / "model.gguf")]
+    assert main(["up", "--http-port", "0", "--grpc-port", "0", *arguments]) == 1
+    assert "model.gguf: cannot be read as GGUF" in capsys.readouterr().err

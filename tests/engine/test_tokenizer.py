@@ -8,6 +8,7 @@ import pytest
 import tokenizers
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from tokenizers.processors import TemplateProcessing
 
 from core.errors import BadModel, BadRequest
 from engine.tokenizer import Tokenizer
@@ -121,6 +122,29 @@ def test_bos_is_added_where_the_config_says_so(tiny_folder: Path, tmp_path: Path
     with_bos = Tokenizer.load(_with_config(tiny_folder, tmp_path / "bos", add_bos_token=True))
     assert with_bos.encode("hi") == [1, *plain.encode("hi")]
     assert with_bos.encode_chat([]) == plain.encode_chat([])
+
+
+def test_bos_is_added_where_tokenizer_json_does(tiny_folder: Path, tmp_path: Path) -> None:
+    """As in Llama 3's files, which have no `add_bos_token`."""
+    plain = Tokenizer.load(tiny_folder)
+    folder = _with_config(tiny_folder, tmp_path / "model")
+    backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    backend.post_processor = TemplateProcessing(single="<|im_start|> $A", special_tokens=[("<|im_start|>", 1)])
+    backend.save(str(folder / "tokenizer.json"))
+    assert Tokenizer.load(folder).encode("hi") == [1, *plain.encode("hi")]
+    assert Tokenizer.load(folder).encode_chat([]) == plain.encode_chat([])
+    refused = _with_config(folder, tmp_path / "refused", add_bos_token=False)
+    assert Tokenizer.load(refused).encode("hi") == plain.encode("hi")
+
+
+def test_template_file_goes_first(tiny_folder: Path, tmp_path: Path) -> None:
+    folder = _with_config(tiny_folder, tmp_path / "model")
+    (folder / "chat_template.jinja").write_text("{% if tools is not none %}tools{% endif %}hi")
+    loaded = Tokenizer.load(folder)
+    assert loaded.encode_chat([]) == loaded.encode("hi") != Tokenizer.load(tiny_folder).encode_chat([])
+    (folder / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(BadModel, match=r"chat_template\.jinja"):
+        Tokenizer.load(folder)
 
 
 def test_template_that_raises(tiny_folder: Path, tmp_path: Path) -> None:
