@@ -48,6 +48,8 @@ layers:
 
 stubs:
 	bash proto/generate.sh --check
+	buf lint
+	buf breaking --against '.git#ref=HEAD'
 
 unit:
 	python -m pytest

@@ -15,7 +15,6 @@ from core.errors import BadRequest
 from core.membership import Role
 
 DTYPES: Final = ("float32", "bfloat16")
-TRANSPORTS: Final = ("nixl",)
 MAX_WORKERS_PER_ROLE: Final = 64
 
 
@@ -56,8 +55,6 @@ class ClusterConfig:
     """Most tokens that one engine step may compute."""
     redis_url: str | None = None
     """Redis or Valkey of the shared prefix index; None: an embedded Valkey on loopback."""
-    transport: str = "nixl"
-    """How KV moves between workers."""
     pin_workers: bool = False
     """Give each worker a core of its own, as far as there are cores."""
     lease_s: float = 10.0
@@ -138,8 +135,6 @@ class WorkerConfig:
     """Most tokens of one engine step."""
     redis_url: str | None = None
     """Shared prefix index; None: none."""
-    transport: str = "nixl"
-    """How KV moves."""
     cpu_core: int | None = None
     """Core to run on; None: any."""
     lease_s: float = 10.0
@@ -216,8 +211,6 @@ def _require_range(name: str, value: float, low: float, high: float) -> None:
 def _require_engine_fields(config: ClusterConfig | WorkerConfig) -> None:
     if config.dtype not in DTYPES:
         raise BadRequest("dtype", f"must be one of {', '.join(DTYPES)}, got {config.dtype!r}")
-    if config.transport not in TRANSPORTS:
-        raise BadRequest("transport", f"must be one of {', '.join(TRANSPORTS)}, got {config.transport!r}")
     _require_range("num_blocks", config.num_blocks, 1, 1 << 22)
     _require_range("block_size", config.block_size, 1, 256)
     _require_range("token_budget", config.token_budget, 1, 65536)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Final
 
@@ -19,19 +19,18 @@ class DeathNotices:
 
     def __init__(self, report: Callable[[WorkerRef], Awaitable[None]]) -> None:
         self._report = report
-        self._deaths: OrderedDict[WorkerRef, bool] = OrderedDict()  # whether this life of the router knows
+        self._deaths: deque[WorkerRef] = deque(maxlen=MAX_REMEMBERED)
+        self._known: set[WorkerRef] = set()  # to this life of the router
         self._wake = asyncio.Event()
 
     async def died(self, ref: WorkerRef) -> None:
         """The process of this life has certainly ended."""
-        self._deaths[ref] = False
-        if len(self._deaths) > MAX_REMEMBERED:
-            self._deaths.popitem(last=False)
+        self._deaths.append(ref)
         self._wake.set()
 
     def router_started(self) -> None:
         """A new router knows of no death."""
-        self._deaths = OrderedDict.fromkeys(self._deaths, False)
+        self._known = set()
         self._wake.set()
 
     async def run(self) -> None:
@@ -39,11 +38,12 @@ class DeathNotices:
         while True:
             await self._wake.wait()
             self._wake.clear()
-            for ref in [ref for ref, known in self._deaths.items() if not known]:
+            known = self._known
+            for ref in [ref for ref in self._deaths if ref not in known]:
                 try:
                     await self._report(ref)
                 except RouterUnreachable:
                     await asyncio.sleep(RETRY_S)
                     self._wake.set()
                 else:
-                    self._deaths[ref] = True
+                    known.add(ref)

@@ -47,6 +47,7 @@ class RejectReason(StrEnum):
     NO_WORKER = "no_worker"  # no READY worker of a needed role
     QUEUE_FULL = "queue_full"  # the router already holds its bound of waiting requests
     QUEUE_TIMEOUT = "queue_timeout"  # waited its bound without a worker having room
+    TIMEOUT = "timeout"  # lived its bound without coming to an end
     DRAINING = "draining"  # this router is shutting down
 
 

@@ -31,8 +31,8 @@ Effect = KvEffect | Reserved | Refused
 class DecodeConfig:
     """reserve_timeout_s: how long a request may wait for room in the KV pool. block_bytes: of one KV block."""
 
+    block_bytes: int
     reserve_timeout_s: float = 30.0
-    block_bytes: int = 0
 
 
 @dataclass(slots=True)

@@ -83,7 +83,7 @@ class PrefillService:
             case TargetFailed():
                 self._perform(self._session.failed(outcome))
             case SourceEnded():
-                self._perform(self._session.source_ended(outcome))
+                self._perform(self._session.source_ended(outcome, self._clock()))
             case _:
                 assert_never(outcome)
 

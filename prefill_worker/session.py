@@ -43,9 +43,9 @@ class PrefillConfig:
     """min_fetch_blocks: fewer missing blocks than this are computed, not fetched.
     fetch_timeout_s: how long a request waits for a holder's push. block_bytes: of one KV block."""
 
+    block_bytes: int
     min_fetch_blocks: int = 4
     fetch_timeout_s: float = 2.0
-    block_bytes: int = 0
 
 
 @dataclass(slots=True)
@@ -148,10 +148,10 @@ class PrefillSession:
                 self._scheduler.pool.release(item.block_table)
         return deltas, effects
 
-    def source_ended(self, outcome: SourceEnded) -> list[Effect]:
+    def source_ended(self, outcome: SourceEnded, now: float) -> list[Effect]:
         """The target stopped or died: computing on would serve nobody."""
         request_id = self._request_of.get(outcome.handoff_id)
-        return self._drop(request_id, 0.0) if request_id is not None else []
+        return self._drop(request_id, now) if request_id is not None else []
 
     def cancel(self, request_id: str, now: float) -> list[Effect]:
         """Free what the request holds, in whatever state it is; its target hears Quiet."""

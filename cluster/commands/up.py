@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from cluster.commands.model import ready_folder
-from cluster.config import DTYPES, TRANSPORTS, ClusterConfig, load_cluster_config
+from cluster.config import DTYPES, ClusterConfig, load_cluster_config
 from cluster.folders import DEFAULT_MODEL, RunFolders, default_model_folder, run_folders
 from cluster.preflight import require_model, resolve_ports
 from cluster.progress import Progress
@@ -57,7 +57,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--redis-url", metavar="URL", help=f"Redis or Valkey to use (default: {REDIS_URL_VARIABLE}, or an embedded one)"
     )
-    flag("--transport", "transport", "how KV moves", choices=TRANSPORTS)
     flag("--pin-workers", "pin_workers", "give each worker a core of its own", action="store_true")
     parser.add_argument(
         "--no-self-check", action="store_true", default=False, help="serve without checking parity first"

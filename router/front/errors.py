@@ -82,6 +82,7 @@ _REJECTED: Final[Mapping[RejectReason, _Row]] = {
     RejectReason.NO_WORKER: _Row(503, _UNAVAILABLE, "service_unavailable_error", "no_worker"),
     RejectReason.QUEUE_FULL: _Row(429, _EXHAUSTED, "rate_limit_error", "queue_full"),
     RejectReason.QUEUE_TIMEOUT: _Row(429, _EXHAUSTED, "rate_limit_error", "queue_timeout"),
+    RejectReason.TIMEOUT: _Row(503, _UNAVAILABLE, "service_unavailable_error", "timeout"),
     RejectReason.DRAINING: _Row(503, _UNAVAILABLE, "service_unavailable_error", "draining"),
 }
 _FAILED: Final[Mapping[type[TandemError], _Row]] = {

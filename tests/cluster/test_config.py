@@ -47,7 +47,6 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> N
         ({"http_port": "8000"}, "http_port"),
         ({"http_host": ""}, "http_host"),
         ({"dtype": "float16"}, "dtype"),
-        ({"transport": "pigeon"}, "transport"),
         ({"num_blocks": 0}, "num_blocks"),
         ({"block_size": 1000}, "block_size"),
         ({"token_budget": 0}, "token_budget"),

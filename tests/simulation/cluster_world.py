@@ -460,9 +460,9 @@ class Host:
         self.handoffs = HandoffSessions(ref, self.pool, LEASE, self.pool.match)
         self.session: PrefillSession | DecodeSession
         if role is Role.PREFILL:
-            self.session = PrefillSession(PrefillConfig(2, 2.0, 1), self.scheduler, self.handoffs)
+            self.session = PrefillSession(PrefillConfig(1, min_fetch_blocks=2), self.scheduler, self.handoffs)
         else:
-            self.session = DecodeSession(DecodeConfig(8.0, 1), self.scheduler, self.handoffs)
+            self.session = DecodeSession(DecodeConfig(1, reserve_timeout_s=8.0), self.scheduler, self.handoffs)
         self.info = WorkerInfo(ref, role, f"{ref}", b"id", BLOCK_SIZE, 1, NUM_BLOCKS, 64)
         self.streams = RouterStreams()
         self.links: dict[Link, None] = {}
@@ -660,7 +660,7 @@ class Host:
                     self.perform(self.session.failed(effect))
                 case SourceEnded():
                     if isinstance(self.session, PrefillSession):
-                        self.perform(self.session.source_ended(effect))
+                        self.perform(self.session.source_ended(effect, self.world.now))
 
     def look_up(self, request_id: str, block_hashes: tuple[BlockHash, ...]) -> None:
         def answer() -> None:

@@ -30,6 +30,7 @@ BOUND_S = 5.0
 BEFORE_FIRST_TOKEN: list[tuple[TandemError, int, str, str | None]] = [
     (Rejected(RejectReason.QUEUE_FULL, "64 wait", retry_after_s=2.2), 429, "queue_full", "3"),
     (Rejected(RejectReason.QUEUE_TIMEOUT, "10 s"), 429, "queue_timeout", "1"),
+    (Rejected(RejectReason.TIMEOUT, "30 min"), 503, "timeout", "1"),
     (Rejected(RejectReason.NO_WORKER, "no decode worker", retry_after_s=0.1), 503, "no_worker", "1"),
     (Rejected(RejectReason.DRAINING, "shutting down"), 503, "draining", "1"),
     (WorkerLost("prefill-0", "stream broke"), 503, "worker_lost", "1"),
