@@ -19,8 +19,6 @@ from engine.torch_runner import TorchModelRunner
 
 logger = logging.getLogger(__name__)
 
-KV_LAYOUT = "block,layer,key-value,head,token,dim"
-
 
 @dataclass(frozen=True, slots=True)
 class Engine:
@@ -46,7 +44,7 @@ def build_engine(config: WorkerConfig) -> Engine:
         weights_digest=weights_digest(folder),
         tokenizer_digest=tokenizer_digest(folder),
         kv_dtype=config.dtype,
-        kv_layout=KV_LAYOUT,
+        kv_layout=runner.kv_layout,
         block_size=geometry.block_size,
         num_layers=geometry.num_layers,
         num_kv_heads=geometry.num_kv_heads,

@@ -17,10 +17,11 @@ class ModelRunner(Protocol):
     max_context_tokens: int
     vocab_size: int
     numeric_class: str  # part of the cache identity: kernel path, CPU or GPU kind
+    kv_layout: str  # part of the cache identity: what lies where in a block
 
     @property
     def kv_pool(self) -> torch.Tensor:
-        """[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim], contiguous: a block is one run of bytes."""
+        """[num_blocks, num_layers, 2, num_kv_heads, ...], contiguous: a block is one run of `geometry.block_bytes`."""
         ...
 
     def run(self, plan: StepPlan) -> list[int | None]:

@@ -18,6 +18,7 @@ from engine.sampler import sample
 from engine.step import SequenceSlice, StepPlan
 from engine.weights import load_weights
 
+KV_LAYOUT: Final = "block,layer,key-value,head,token,dim"
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -49,6 +50,7 @@ class TorchModelRunner:
         self._model = model
         self._attention = CpuAttention(self._kv_pool, config.num_heads)
         instruction_set = torch.backends.cpu.get_cpu_capability().lower()
+        self.kv_layout = KV_LAYOUT
         self.numeric_class = f"{self._attention.name}-cpu-{instruction_set}-{dtype}"
 
     @staticmethod
