@@ -68,7 +68,7 @@ def dequantised_tensors(
             values = _half_split(name, values, config)
         tensors[name] = numpy.ascontiguousarray(values)
         if name.endswith("down_proj.weight"):
-            progress(f"dequantised layer {name.split('.')[2]} of {num_layers}")
+            progress(f"dequantised layer {int(name.split('.')[2]) + 1} of {num_layers}")
     return tensors
 
 
