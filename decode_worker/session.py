@@ -84,9 +84,9 @@ class DecodeSession:
         return self.serve_waiting(now)
 
     def serve_waiting(self, now: float) -> list[Effect]:
-        """Reserve for those who wait, in order, as far as the pool has room."""
+        """Reserve for those who wait, in order, as far as the pool has room that no preempted sequence waits for."""
         effects: list[Effect] = []
-        while self._waiting:
+        while self._waiting and not self._scheduler.owes_blocks:
             item = self._waiting[0]
             sequence = item.sequence
             num_blocks = sequence.num_blocks_to(sequence.request.num_prompt_tokens)

@@ -122,6 +122,11 @@ class Scheduler:
         self._forget(sequence)
         return True
 
+    @property
+    def owes_blocks(self) -> bool:
+        """A sequence that already had tokens out was preempted, and waits for room: it goes before what is new."""
+        return any(sequence.num_output > 0 for sequence in self._waiting)
+
     def plan(self) -> StepPlan | None:
         """The next step, or None when there is nothing to compute. One step is in flight at a time."""
         if self._in_flight is not None:

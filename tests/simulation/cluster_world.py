@@ -144,12 +144,16 @@ class Client:
     finish: FinishReason | None = None
     error: TandemError | None = None
     left: bool = False
+    last_s: float = float("inf")
+    longest_gap_s: float = 0.0
 
     @property
     def over(self) -> bool:
         return self.left or self.finish is not None or self.error is not None
 
-    def deliver(self, delta: TokenDelta) -> None:
+    def deliver(self, delta: TokenDelta, now: float) -> None:
+        self.longest_gap_s = max(self.longest_gap_s, now - self.last_s)
+        self.last_s = now
         at = len(self.received)
         if self.over and not self.left:
             raise WrongStream(f"{self.request.request_id}: more after the end: {delta}")
@@ -437,7 +441,7 @@ class Router:
                         self.world.salts[command.request.request_id] = command.request.cache_salt
                     self.links[worker].command(command)
                 case Deliver(request_id, delta):
-                    self.clients[request_id].deliver(delta)
+                    self.clients[request_id].deliver(delta, self.world.now)
                 case Fail(request_id, error):
                     self.clients[request_id].fail(error)
                 case Planned():
