@@ -1,0 +1,246 @@
+// The forward pass of the decoder families (engine/models) over a paged KV pool, and the plain C interface that Python calls.
+//
+// Residual stream, norms, rotation, softmax and logits are float32 in either dtype; matrix operands and KV are in the
+// model's dtype. Source: Llama, arXiv:2302.13971.
+#include <algorithm>
+#include <memory>
+#include <new>
+#include <vector>
+
+#include "attention.h"
+#include "matrix.h"
+#include "model.h"
+#include "rows.h"
+
+namespace tandem {
+
+// A layer is computed a block of rows at a time, so that what passes between its products stays in cache. A later
+// block's tokens find the keys and values of earlier ones in the pool.
+constexpr int block_rows = 96;
+
+// Memory that grows and is never zeroed again, aligned to cache lines.
+template <class Value>
+class Buffer {
+  public:
+    Value* reserve(std::size_t count) {
+        if (count > size_) {
+            values_.reset(static_cast<Value*>(::operator new[](count * sizeof(Value), alignment)));
+            std::memset(values_.get(), 0, count * sizeof(Value));
+            size_ = count;
+        }
+        return values_.get();
+    }
+
+  private:
+    static constexpr std::align_val_t alignment{64};
+    struct Delete {
+        void operator()(Value* values) const { ::operator delete[](values, alignment); }
+    };
+    std::unique_ptr<Value, Delete> values_;
+    std::size_t size_ = 0;
+};
+
+class Engine {
+  public:
+    virtual ~Engine() = default;
+    virtual void run(const TandemStep& step) = 0;
+};
+
+template <class Unit>
+class UnitEngine final : public Engine {
+  public:
+    explicit UnitEngine(const TandemModel& model)
+        : model_(model),
+          layers_(model.layers, model.layers + model.num_layers),
+          pool_{static_cast<Unit*>(model.kv_pool), model.num_layers, model.num_kv_heads, model.head_dim},
+          group_(model.num_heads / model.num_kv_heads),
+          query_size_(model.num_heads * model.head_dim),
+          kv_size_(model.num_kv_heads * model.head_dim),
+          hidden_stride_(pad_to_panel(model.hidden_size)),
+          qkv_stride_(pad_to_panel(query_size_ + 2 * kv_size_)) {
+        operands_ = operands_memory_.reserve(block_rows * units(hidden_stride_));
+        projected_ = projected_memory_.reserve(block_rows * qkv_stride_);
+        queries_ = queries_memory_.reserve(block_rows * units(query_size_));
+        attended_ = attended_memory_.reserve(block_rows * units(query_size_));
+        gated_ = gated_memory_.reserve(block_rows * units(pad_to_panel(model.intermediate_size)));
+        rounded_head_ = rounded_head_memory_.reserve(units(model.head_dim));
+    }
+
+    void run(const TandemStep& step) override {
+        const int num_tokens = embed(step);
+        cut_into_runs(step);
+        for (int layer = 0; layer < model_.num_layers; ++layer) {
+            std::size_t next_run = 0;
+            for (int first = 0; first < num_tokens; first += block_rows) {
+                const std::size_t first_run = next_run;
+                while (next_run < runs_.size() && run_blocks_[next_run] == first / block_rows) ++next_run;
+                const int num_rows = std::min(block_rows, num_tokens - first);
+                float* residual = residual_ + first * hidden_stride_;
+                attention_part(layer, residual, num_rows, runs_.data() + first_run, runs_.data() + next_run);
+                feed_forward_part(layer, residual, num_rows);
+            }
+        }
+        write_logits(step);
+    }
+
+  private:
+    static constexpr long units(long num_values) { return num_values / values_per_unit<Unit>; }
+
+    // Put the tokens' embeddings into the residual stream. Returns the number of tokens.
+    int embed(const TandemStep& step) {
+        int num_tokens = 0;
+        for (int sequence = 0; sequence < step.num_sequences; ++sequence) num_tokens += step.lengths[sequence];
+        residual_ = residual_memory_.reserve(num_tokens * hidden_stride_);
+        const auto* embedding = static_cast<const Unit*>(model_.embedding);
+        for (int token = 0; token < num_tokens; ++token) {
+            const Unit* row = embedding + step.token_ids[token] * units(model_.hidden_size);
+            for (int index = 0; index < model_.hidden_size; index += num_lanes)
+                store(residual_ + token * hidden_stride_ + index, load_values(row + units(index)));
+        }
+        return num_tokens;
+    }
+
+    // Cut the slices where blocks of rows begin, and make room for the scores of the longest context.
+    void cut_into_runs(const TandemStep& step) {
+        runs_.clear();
+        run_blocks_.clear();
+        int row = 0, longest = 0;
+        for (int sequence = 0; sequence < step.num_sequences; ++sequence) {
+            const int end = row + step.lengths[sequence], first_row = row;
+            longest = std::max(longest, step.starts[sequence] + step.lengths[sequence]);
+            while (row < end) {
+                const int num_rows = std::min(end - row, block_rows - row % block_rows);
+                runs_.push_back({row % block_rows, num_rows, step.starts[sequence] + row - first_row,
+                                 step.block_ids + step.table_offsets[sequence]});
+                run_blocks_.push_back(row / block_rows);
+                row += num_rows;
+            }
+        }
+        scratch_.stride = AttentionScratch::stride_for(longest);
+        scratch_.scores = scores_memory_.reserve(max_tile_rows * scratch_.stride);
+        scratch_.probabilities = probabilities_memory_.reserve(max_tile_rows * scratch_.stride);
+    }
+
+    void attention_part(int layer, float* residual, int num_rows, const Run* first_run, const Run* last_run) {
+        const TandemLayer& weights = layers_[layer];
+        normalise_rows(residual, weights.attention_norm, num_rows);
+        multiply(operands_, units(hidden_stride_), num_rows,
+                 PackedMatrix<Unit>(weights.qkv, query_size_ + 2 * kv_size_, model_.hidden_size),
+                 StoreSums{projected_, qkv_stride_});
+        for (const Run* run = first_run; run != last_run; ++run)
+            for (int row = 0; row < run->num_rows; ++row) place_token(layer, *run, row);
+        for (const Run* run = first_run; run != last_run; ++run)
+            attend(pool_, layer, *run, run + 1 == last_run ? nullptr : run + 1, group_, queries_, block_rows, scratch_, attended_, units(query_size_));
+        multiply(attended_, units(query_size_), num_rows,
+                 PackedMatrix<Unit>(weights.output, model_.hidden_size, query_size_), AddSums{residual, hidden_stride_});
+    }
+
+    void feed_forward_part(int layer, float* residual, int num_rows) {
+        const TandemLayer& weights = layers_[layer];
+        const long gated_stride = units(pad_to_panel(model_.intermediate_size));
+        normalise_rows(residual, weights.feed_forward_norm, num_rows);
+        multiply(operands_, units(hidden_stride_), num_rows,
+                 PackedMatrix<Unit>(weights.gate_up, 2 * model_.intermediate_size, model_.hidden_size),
+                 StoreSwiglu<Unit>{gated_, gated_stride});
+        multiply(gated_, gated_stride, num_rows,
+                 PackedMatrix<Unit>(weights.down, model_.hidden_size, model_.intermediate_size),
+                 AddSums{residual, hidden_stride_});
+    }
+
+    // Turn a projected token into heads; keep its queries for `attend`, put its keys and values into its slot.
+    void place_token(int layer, const Run& run, int row) {
+        const TandemLayer& weights = layers_[layer];
+        const int head_dim = model_.head_dim, head_steps = pool_.head_steps();
+        const int position = run.first_position + row, block_row = run.first_row + row;
+        float* projected = projected_ + block_row * qkv_stride_;
+        if (weights.qkv_bias)
+            for (int index = 0; index < query_size_ + 2 * kv_size_; ++index) projected[index] += weights.qkv_bias[index];
+        for (int head = 0; head < model_.num_heads; ++head) {
+            place_head(projected + head * head_dim, weights.query_norm, position);
+            const long query_row = (static_cast<long>(head / group_) * block_rows + block_row) * group_ + head % group_;
+            round_head(projected + head * head_dim, queries_ + query_row * head_steps);
+        }
+        const int block = run.block_ids[position / page_tokens], slot = position % page_tokens;
+        for (int kv_head = 0; kv_head < model_.num_kv_heads; ++kv_head) {
+            float* key = projected + query_size_ + kv_head * head_dim;
+            place_head(key, weights.key_norm, position);
+            round_head(key, rounded_head_);
+            write_key(pool_.keys(block, layer, kv_head), slot, rounded_head_, head_steps);
+            round_head(key + kv_size_, rounded_head_);
+            write_value(pool_.values(block, layer, kv_head), slot, rounded_head_, head_dim);
+        }
+    }
+
+    // Normalise a query or key head where the family does (arXiv:2302.05442), and rotate it.
+    void place_head(float* head, const float* norm, int position) const {
+        const int head_dim = model_.head_dim;
+        if (norm) normalise(head, norm, head_dim, model_.rms_norm_eps, head);
+        const long first_angle = static_cast<long>(position) * (head_dim / 2);
+        rotate(head, model_.cosines + first_angle, model_.sines + first_angle, head_dim);
+    }
+
+    void round_head(const float* head, Unit* output) const {
+        for (int dim = 0; dim < model_.head_dim; dim += num_lanes) store_values(output + units(dim), load(head + dim));
+    }
+
+    void normalise_rows(const float* residual, const float* scale, int num_rows) {
+        for (int row = 0; row < num_rows; ++row)
+            normalise(residual + row * hidden_stride_, scale, model_.hidden_size, model_.rms_norm_eps,
+                      operands_ + row * units(hidden_stride_));
+    }
+
+    void write_logits(const TandemStep& step) {
+        const PackedMatrix<Unit> head(model_.head, model_.vocab_size, model_.hidden_size);
+        const long logits_stride = pad_to_panel(model_.vocab_size);
+        for (int first = 0; first < step.num_logit_rows; first += block_rows) {
+            const int num_rows = std::min(block_rows, step.num_logit_rows - first);
+            for (int row = 0; row < num_rows; ++row)
+                normalise(residual_ + step.logit_rows[first + row] * hidden_stride_, model_.final_norm,
+                          model_.hidden_size, model_.rms_norm_eps, operands_ + row * units(hidden_stride_));
+            float* logits = step.logits + first * logits_stride;
+            multiply(operands_, units(hidden_stride_), num_rows, head, StoreSums{logits, logits_stride});
+            for (int row = 0; row < num_rows; ++row)
+                step.greedy_ids[first + row] = greedy_choice(logits + row * logits_stride, model_.vocab_size);
+        }
+    }
+
+    const TandemModel model_;
+    const std::vector<TandemLayer> layers_;
+    const KvPool<Unit> pool_;
+    const int group_, query_size_, kv_size_;
+    const long hidden_stride_, qkv_stride_;
+
+    std::vector<Run> runs_;        // of the step
+    std::vector<int> run_blocks_;  // the block of rows that each run lies in
+    AttentionScratch scratch_ = {};
+    float *residual_, *projected_;
+    Unit *operands_, *queries_, *attended_, *gated_, *rounded_head_;
+    Buffer<float> residual_memory_, projected_memory_, scores_memory_, probabilities_memory_;
+    Buffer<Unit> operands_memory_, queries_memory_, attended_memory_, gated_memory_, rounded_head_memory_;
+};
+
+}  // namespace tandem
+
+extern "C" {
+
+// "avx512bf16", "avx512" or "portable": results of different sets may differ in the last bit.
+const char* tandem_instruction_set() { return tandem::instruction_set; }
+
+// The model's struct is copied; what it points to must outlive the engine. Null where memory is short.
+void* tandem_create(const TandemModel* model) try {
+    if (model->is_bfloat16) return static_cast<tandem::Engine*>(new tandem::UnitEngine<tandem::Pair>(*model));
+    return static_cast<tandem::Engine*>(new tandem::UnitEngine<float>(*model));
+} catch (const std::bad_alloc&) {
+    return nullptr;
+}
+
+void tandem_destroy(void* engine) { delete static_cast<tandem::Engine*>(engine); }
+
+// Compute one step. Not thread-safe on one engine. 0, or 1 where memory is short.
+int tandem_run(void* engine, const TandemStep* step) try {
+    static_cast<tandem::Engine*>(engine)->run(*step);
+    return 0;
+} catch (const std::bad_alloc&) {
+    return 1;
+}
+}

@@ -1,0 +1,49 @@
+// What Python hands over (engine/cpu/library.py mirrors these structs field by field).
+#pragma once
+
+#include <cstdint>
+
+extern "C" {
+
+// Weights of one decoder layer. Matrices are packed (matrix.h); norms are [hidden_size] float32.
+struct TandemLayer {
+    const float* attention_norm;
+    const void* qkv;  // query, key and value heads stacked
+    const void* output;
+    const float* feed_forward_norm;
+    const void* gate_up;  // sixteen gate rows, sixteen up rows, and so on
+    const void* down;
+    const float* qkv_bias;    // of the stacked heads; null where the family has none
+    const float* query_norm;  // [head_dim], one for all heads; null where the family has none
+    const float* key_norm;    // same
+};
+
+// Sizes, weights and KV pool. hidden_size, intermediate_size and head_dim are multiples of 16.
+struct TandemModel {
+    std::int32_t is_bfloat16;  // of weights, KV and matrix operands; else float32
+    std::int32_t num_layers, hidden_size, intermediate_size, num_heads, num_kv_heads, head_dim, vocab_size;
+    std::int32_t max_context_tokens;
+    float rms_norm_eps;
+    const void* embedding;  // [vocab_size, hidden_size], row-major
+    const float* cosines;   // [max_context_tokens, head_dim / 2]
+    const float* sines;     // same
+    const TandemLayer* layers;
+    const float* final_norm;
+    const void* head;  // packed
+    void* kv_pool;
+};
+
+// One step: `num_sequences` slices, whose tokens stand one after another. All ids are in range (Python checks).
+struct TandemStep {
+    std::int32_t num_sequences;
+    const std::int32_t* token_ids;      // of all slices
+    const std::int32_t* starts;         // position of each slice's first token
+    const std::int32_t* lengths;        // tokens of each slice, at least 1
+    const std::int32_t* table_offsets;  // where each slice's block table begins in block_ids
+    const std::int32_t* block_ids;
+    std::int32_t num_logit_rows;
+    const std::int32_t* logit_rows;  // index in token_ids of each token whose next-token logits are wanted
+    float* logits;                   // [num_logit_rows, vocab_size padded to 64]
+    std::int32_t* greedy_ids;        // [num_logit_rows]; -1 where a logit is not finite
+};
+}

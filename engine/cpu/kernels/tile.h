@@ -1,0 +1,63 @@
+// The one inner loop of all products: weights, attention scores and weighted values.
+//
+// Invariant: each output is one sum over the steps in ascending order, in one accumulator. How many rows and columns
+// share a tile changes which outputs are computed together, never the order of a sum: so a token's results are the
+// same to the bit in every batch and chunk.
+#pragma once
+
+#include <type_traits>
+
+#include "simd.h"
+
+namespace tandem {
+
+// As many accumulators as the registers hold beside one factor and a row of columns.
+#if TANDEM_AVX512
+constexpr int max_tile_rows = 6, tile_vectors = 4;
+#else
+constexpr int max_tile_rows = 3, tile_vectors = 2;
+#endif
+
+template <int Rows, int Columns>
+using Tile = Lanes[Rows][Columns];
+
+// tile[row][column] += sum over steps of left[row][step] * right[column][step].
+//   left: rows `left_stride` units apart.   right[column]: sixteen units per step, steps `right_stride` units apart.
+template <class Unit, int Rows, int Columns>
+TANDEM_INLINE void accumulate(Tile<Rows, Columns>& tile, const Unit* left, long left_stride,
+                              const Unit* const (&right)[Columns], long right_stride, int num_steps) {
+    for (int step = 0; step < num_steps; ++step) {
+        decltype(load(right[0])) columns[Columns];
+#pragma GCC unroll 4
+        for (int column = 0; column < Columns; ++column) columns[column] = load(right[column] + step * right_stride);
+#pragma GCC unroll 6
+        for (int row = 0; row < Rows; ++row) {
+            const auto factor = broadcast(left[row * left_stride + step]);
+#pragma GCC unroll 4
+            for (int column = 0; column < Columns; ++column)
+                tile[row][column] = multiply_add(factor, columns[column], tile[row][column]);
+        }
+    }
+}
+
+// Call visit(std::integral_constant<int, Size>) for a `size` of 1 to Most that only the running program knows.
+template <int Most, class Visit>
+TANDEM_INLINE void with_constant(int size, Visit&& visit) {
+    if constexpr (Most > 1) {
+        if (size < Most) return with_constant<Most - 1>(size, visit);
+    }
+    visit(std::integral_constant<int, Most>{});
+}
+
+// Call visit(std::integral_constant<int, Size>, first) for even parts, each of 1 to Most, that cover [0, count).
+template <int Most, class Visit>
+TANDEM_INLINE void visit_parts(int count, Visit&& visit) {
+    int parts_left = (count + Most - 1) / Most;
+    for (int first = 0; first < count; --parts_left) {
+        const int size = (count - first + parts_left - 1) / parts_left;
+        with_constant<Most>(size, [&](auto constant) { visit(constant, first); });
+        first += size;
+    }
+}
+
+}  // namespace tandem

@@ -1,0 +1,161 @@
+"""The compiled kernels as Python calls. The structs mirror kernels/model.h field by field.
+
+ctypes releases the interpreter lock during a call, so transfers and streams go on while a step computes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from engine.cpu.packing import PackedLayer, PackedWeights
+from engine.model_config import ModelConfig
+from engine.rope import rotary_tables
+
+Int32Array = npt.NDArray[np.int32]
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = [
+        ("attention_norm", ctypes.c_void_p),
+        ("qkv", ctypes.c_void_p),
+        ("output", ctypes.c_void_p),
+        ("feed_forward_norm", ctypes.c_void_p),
+        ("gate_up", ctypes.c_void_p),
+        ("down", ctypes.c_void_p),
+        ("qkv_bias", ctypes.c_void_p),
+        ("query_norm", ctypes.c_void_p),
+        ("key_norm", ctypes.c_void_p),
+    ]
+
+
+class _Model(ctypes.Structure):
+    _fields_ = [
+        ("is_bfloat16", ctypes.c_int32),
+        ("num_layers", ctypes.c_int32),
+        ("hidden_size", ctypes.c_int32),
+        ("intermediate_size", ctypes.c_int32),
+        ("num_heads", ctypes.c_int32),
+        ("num_kv_heads", ctypes.c_int32),
+        ("head_dim", ctypes.c_int32),
+        ("vocab_size", ctypes.c_int32),
+        ("max_context_tokens", ctypes.c_int32),
+        ("rms_norm_eps", ctypes.c_float),
+        ("embedding", ctypes.c_void_p),
+        ("cosines", ctypes.c_void_p),
+        ("sines", ctypes.c_void_p),
+        ("layers", ctypes.POINTER(_Layer)),
+        ("final_norm", ctypes.c_void_p),
+        ("head", ctypes.c_void_p),
+        ("kv_pool", ctypes.c_void_p),
+    ]
+
+
+class _Step(ctypes.Structure):
+    _fields_ = [
+        ("num_sequences", ctypes.c_int32),
+        ("token_ids", ctypes.c_void_p),
+        ("starts", ctypes.c_void_p),
+        ("lengths", ctypes.c_void_p),
+        ("table_offsets", ctypes.c_void_p),
+        ("block_ids", ctypes.c_void_p),
+        ("num_logit_rows", ctypes.c_int32),
+        ("logit_rows", ctypes.c_void_p),
+        ("logits", ctypes.c_void_p),
+        ("greedy_ids", ctypes.c_void_p),
+    ]
+
+
+class KernelLibrary:
+    """A library that engine.cpu.build compiled."""
+
+    def __init__(self, path: Path) -> None:
+        functions = ctypes.CDLL(str(path))
+        functions.tandem_instruction_set.restype = ctypes.c_char_p
+        functions.tandem_create.argtypes = [ctypes.POINTER(_Model)]
+        functions.tandem_create.restype = ctypes.c_void_p
+        functions.tandem_destroy.argtypes = [ctypes.c_void_p]
+        functions.tandem_destroy.restype = None
+        functions.tandem_run.argtypes = [ctypes.c_void_p, ctypes.POINTER(_Step)]
+        functions.tandem_run.restype = ctypes.c_int
+        self.functions = functions
+        self.instruction_set: str = functions.tandem_instruction_set().decode()
+
+
+class KernelEngine:
+    """One model and KV pool in the kernels' hands. Keeps alive what they point to. One step at a time."""
+
+    def __init__(
+        self, library: KernelLibrary, config: ModelConfig, weights: PackedWeights, kv_pool: torch.Tensor
+    ) -> None:
+        """Raises: MemoryError."""
+        self._functions = library.functions
+        cosines, sines = rotary_tables(config)
+        self._kept = (weights, kv_pool, cosines, sines)
+        layers = (_Layer * config.num_layers)(*(_layer(layer) for layer in weights.layers))
+        model = _Model(
+            is_bfloat16=kv_pool.dtype == torch.bfloat16,
+            num_layers=config.num_layers,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            vocab_size=config.vocab_size,
+            max_context_tokens=config.max_context_tokens,
+            rms_norm_eps=config.rms_norm_eps,
+            embedding=weights.embedding.data_ptr(),
+            cosines=cosines.data_ptr(),
+            sines=sines.data_ptr(),
+            layers=layers,
+            final_norm=weights.final_norm.data_ptr(),
+            head=weights.head.data_ptr(),
+            kv_pool=kv_pool.data_ptr(),
+        )
+        self._handle = self._functions.tandem_create(ctypes.byref(model))
+        if not self._handle:
+            raise MemoryError("no memory for the engine's activations")
+        weakref.finalize(self, self._functions.tandem_destroy, self._handle)
+
+    def run(
+        self,
+        token_ids: Int32Array,
+        starts: Int32Array,
+        lengths: Int32Array,
+        table_offsets: Int32Array,
+        block_ids: Int32Array,
+        logit_rows: Int32Array,
+        logits: torch.Tensor,
+        greedy_ids: Int32Array,
+    ) -> None:
+        """Compute one step of checked slices, one after another (see TandemStep in kernels/model.h).
+
+        Args:
+            logits: [at least len(logit_rows), vocab_size padded to 64], float32; filled.
+            greedy_ids: [len(logit_rows)]; filled with the best ids, -1 where a logit is not finite.
+        Raises: MemoryError.
+        """
+        step = _Step(
+            num_sequences=len(starts),
+            token_ids=token_ids.ctypes.data,
+            starts=starts.ctypes.data,
+            lengths=lengths.ctypes.data,
+            table_offsets=table_offsets.ctypes.data,
+            block_ids=block_ids.ctypes.data,
+            num_logit_rows=len(logit_rows),
+            logit_rows=logit_rows.ctypes.data,
+            logits=logits.data_ptr(),
+            greedy_ids=greedy_ids.ctypes.data,
+        )
+        if self._functions.tandem_run(self._handle, ctypes.byref(step)):
+            raise MemoryError("no memory for the step's activations")
+
+
+def _layer(layer: PackedLayer) -> _Layer:
+    tensors = {name: getattr(layer, name) for name, _ in _Layer._fields_}
+    return _Layer(**{name: tensor.data_ptr() for name, tensor in tensors.items() if tensor is not None})

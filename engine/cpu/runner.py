@@ -1,0 +1,192 @@
+"""Computes steps with our own C++ kernels: one core, one call per step, exact to the bit in every batch and chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate, chain
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import torch
+
+from core.blocks import KvGeometry
+from core.errors import BadRequest, InvariantBroken
+from engine.cpu.build import KernelsUnavailable, build_library
+from engine.cpu.library import Int32Array, KernelEngine, KernelLibrary
+from engine.cpu.memory import HugeMemory
+from engine.cpu.packing import PANEL_COLUMNS, pack_weights
+from engine.model_config import ModelConfig
+from engine.sampler import sample
+from engine.step import SampleSpec, SequenceSlice, StepPlan
+from engine.weights import ModelWeights, load_weights
+
+PAGE_TOKENS: Final = 16
+NUM_LANES: Final = 16
+DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+KV_LAYOUTS: Final = {  # part of the cache identity: what lies where in a block (kernels/kv_pool.h)
+    "float32": "block,layer,key-value,head,key:dim-token,value:token-dim",
+    "bfloat16": "block,layer,key-value,head,key:dim/2-token-2,value:token/2-dim-2",
+}
+
+
+class CpuModelRunner:
+    """A ModelRunner. Prefill chunks and decodes of one plan are computed together.
+
+    A token's logits are the same to the bit however its sequence was cut into chunks, batched or placed in the pool.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: ModelWeights,
+        dtype: str,
+        num_blocks: int,
+        block_size: int,
+        library: KernelLibrary,
+    ) -> None:
+        """Use `load`; this is for models that are already in memory. Raises: see `load`."""
+        require_supported(config, dtype, block_size)
+        self.config = config
+        self.dtype = dtype
+        self.vocab_size = config.vocab_size
+        self.max_context_tokens = config.max_context_tokens
+        self.geometry = KvGeometry(
+            block_size=block_size,
+            num_layers=config.num_layers,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            dtype_bytes=DTYPES[dtype].itemsize,
+        )
+        self.kv_layout = KV_LAYOUTS[dtype]
+        # float32 results do not depend on whether bfloat16 instructions are there.
+        instruction_set = (
+            library.instruction_set.removesuffix("bf16") if dtype == "float32" else library.instruction_set
+        )
+        self.numeric_class = f"cpu-{instruction_set}-{dtype}"
+        # Fresh memory is zero, and must be finite: a masked lane multiplies stale contents by 0, and 0 x NaN is NaN.
+        self._kv_pool = HugeMemory(num_blocks * self.geometry.block_bytes).tensor(
+            (num_blocks, config.num_layers, 2, config.num_kv_heads, block_size * config.head_dim), DTYPES[dtype]
+        )
+        self._engine = KernelEngine(library, config, pack_weights(weights, DTYPES[dtype]), self._kv_pool)
+        self._logits = torch.empty((0, -(-config.vocab_size // PANEL_COLUMNS) * PANEL_COLUMNS))
+
+    @staticmethod
+    def load(
+        folder: Path,
+        dtype: str,
+        num_blocks: int,
+        block_size: int = PAGE_TOKENS,
+        progress: Callable[[str], None] = lambda _line: None,
+    ) -> CpuModelRunner:
+        """Read a model folder, compile the kernels if need be, and make a pool of `num_blocks` blocks.
+
+        Args:
+            dtype: "float32" or "bfloat16", of weights and KV.
+            progress: told of each layer read.
+        Raises: BadModel: the folder is damaged or of an unsupported kind. BadRequest: dtype or block_size.
+            KernelsUnavailable: they cannot be built here, or do not take the model's sizes.
+        """
+        config = ModelConfig.load(folder)
+        require_supported(config, dtype, block_size)
+        library = KernelLibrary(build_library())
+        weights = load_weights(folder, config, DTYPES[dtype], progress)
+        return CpuModelRunner(config, weights, dtype, num_blocks, block_size, library)
+
+    @property
+    def kv_pool(self) -> torch.Tensor:
+        """[num_blocks, num_layers, 2, num_kv_heads, block_size * head_dim], contiguous: a block is one run of bytes.
+        The order inside a page is `kv_layout`'s."""
+        return self._kv_pool
+
+    def run(self, plan: StepPlan) -> list[int | None]:
+        """See ModelRunner."""
+        logits, greedy_ids = self._compute(plan.slices)
+        specs = [item.sample for item in plan.slices if item.sample is not None]
+        drawn = iter(_draw(logits, greedy_ids.tolist(), specs))
+        return [None if item.sample is None else next(drawn) for item in plan.slices]
+
+    def logits(self, plan: StepPlan) -> torch.Tensor:
+        """Compute a step; next-token logits of the slices with `sample`, in order.
+
+        Returns: [slices with sample, vocab_size], float32, good until the next step.
+        Raises: InvariantBroken: see ModelRunner.run.
+        """
+        return self._compute(plan.slices)[0]
+
+    def _compute(self, slices: Sequence[SequenceSlice]) -> tuple[torch.Tensor, Int32Array]:
+        """Logits and greedy choices, -1 where a logit is not finite, of the slices with `sample`."""
+        token_ids = _flat([item.token_ids for item in slices])
+        block_ids = _flat([item.block_table for item in slices])
+        self._check(slices, token_ids, block_ids)
+        lengths = [len(item.token_ids) for item in slices]
+        ends = list(accumulate(lengths))
+        logit_rows = [end - 1 for item, end in zip(slices, ends, strict=True) if item.sample is not None]
+        table_lengths = [len(item.block_table) for item in slices]
+        if len(self._logits) < len(logit_rows):
+            self._logits = torch.empty((len(logit_rows), self._logits.shape[1]))
+        greedy_ids = np.empty(len(logit_rows), np.int32)
+        self._engine.run(
+            token_ids=token_ids,
+            starts=np.array([item.start for item in slices], np.int32),
+            lengths=np.array(lengths, np.int32),
+            table_offsets=np.array([0, *accumulate(table_lengths)], np.int32),
+            block_ids=block_ids,
+            logit_rows=np.array(logit_rows, np.int32),
+            logits=self._logits,
+            greedy_ids=greedy_ids,
+        )
+        return self._logits[: len(logit_rows), : self.vocab_size], greedy_ids
+
+    def _check(self, slices: Sequence[SequenceSlice], token_ids: Int32Array, block_ids: Int32Array) -> None:
+        """Raise InvariantBroken where a slice would read or write outside its own blocks, the pool or the tables."""
+        for item in slices:
+            if not item.token_ids or item.start < 0:
+                raise InvariantBroken(f"request {item.request_id}: empty slice, or start {item.start} below 0")
+            if len(item.block_table) * PAGE_TOKENS < item.end:
+                raise InvariantBroken(
+                    f"request {item.request_id}: {len(item.block_table)} blocks do not cover {item.end} tokens"
+                )
+            if item.end > self.max_context_tokens:
+                raise InvariantBroken(f"request {item.request_id}: {item.end} tokens exceed the model's context")
+        num_blocks = len(self._kv_pool)
+        if _outside(block_ids, num_blocks):
+            guilty = next(item for item in slices if any(not 0 <= block < num_blocks for block in item.block_table))
+            raise InvariantBroken(f"request {guilty.request_id}: a block id lies outside the pool of {num_blocks}")
+        if _outside(token_ids, self.vocab_size):
+            guilty = next(item for item in slices if any(not 0 <= token < self.vocab_size for token in item.token_ids))
+            raise InvariantBroken(f"request {guilty.request_id}: a token id lies outside the vocabulary")
+
+
+def require_supported(config: ModelConfig, dtype: str, block_size: int) -> None:
+    """Raise BadRequest or KernelsUnavailable naming what the kernels do not take."""
+    if dtype not in DTYPES:
+        raise BadRequest("dtype", f"must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    if block_size != PAGE_TOKENS:
+        raise BadRequest("block_size", f"the CPU kernels need {PAGE_TOKENS}, got {block_size}")
+    for name in ("hidden_size", "intermediate_size", "head_dim"):
+        if getattr(config, name) % NUM_LANES:
+            raise KernelsUnavailable(f"{name} {getattr(config, name)} is no multiple of {NUM_LANES}")
+
+
+def _numeric_class(instruction_set: str, dtype: str) -> str:
+    """float32 results do not depend on whether bfloat16 instructions are there."""
+    return f"cpu-{instruction_set.removesuffix('bf16') if dtype == 'float32' else instruction_set}-{dtype}"
+
+
+def _flat(rows: Sequence[tuple[int, ...]]) -> Int32Array:
+    """Raises: OverflowError: a number does not fit."""
+    return np.fromiter(chain.from_iterable(rows), np.int32, sum(map(len, rows)))
+
+
+def _outside(ids: Int32Array, bound: int) -> bool:
+    return bool(len(ids)) and not 0 <= int(ids.min()) <= int(ids.max()) < bound
+
+
+def _draw(logits: torch.Tensor, greedy_ids: list[int], specs: Sequence[SampleSpec]) -> list[int]:
+    """One token per row: the kernels' own choice where all rows are greedy, finite and free of bans."""
+    is_plain = all(spec.sampling.temperature == 0.0 and not spec.banned_token_ids for spec in specs)
+    if is_plain and -1 not in greedy_ids:
+        return greedy_ids
+    with torch.inference_mode():
+        return sample(logits, specs)

@@ -1,0 +1,28 @@
+"""Compiled kernels and runners that the tests of the CPU engine share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from engine.cpu.build import FOR_THIS_MACHINE, PORTABLE, find_compiler
+from engine.cpu.runner import CpuModelRunner
+from tests.engine.cpu.kernels import Kernels
+
+NUM_BLOCKS = 512
+
+if find_compiler() is None:
+    collect_ignore = ["test_kernels.py", "test_exactness.py", "test_build.py"]
+
+
+@pytest.fixture(scope="session", params=[FOR_THIS_MACHINE, PORTABLE], ids=["native", "portable"])
+def kernels(request: pytest.FixtureRequest) -> Kernels:
+    """Single kernels, compiled for this machine and without its instructions."""
+    return Kernels(request.param)
+
+
+@pytest.fixture(scope="session")
+def default_cpu_runner(model_folder: Path) -> CpuModelRunner:
+    """The default model in float32. Tests may leave anything finite in its pool."""
+    return CpuModelRunner.load(model_folder, "float32", NUM_BLOCKS)

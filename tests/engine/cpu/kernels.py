@@ -1,0 +1,126 @@
+"""Calls of single kernels with torch tensors, for tests."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from engine.cpu.build import build_library
+from engine.cpu.memory import HugeMemory
+from engine.cpu.packing import interleave_halves, pack_matrix
+
+SOURCE: Final = Path(__file__).parent / "kernels_under_test.cpp"
+PAGE_TOKENS: Final = 16
+
+
+def units(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Rows in `dtype`, filled up with zeros to whole units of 4 bytes."""
+    missing = -rows.shape[-1] % (4 // dtype.itemsize)
+    return torch.nn.functional.pad(rows.to(dtype), (0, missing)).contiguous()
+
+
+def pad(count: int) -> int:
+    """To whole panels of 64."""
+    return -(-count // 64) * 64
+
+
+class Kernels:
+    """The library of kernels_under_test.cpp, compiled for one target."""
+
+    def __init__(self, target_flags: Sequence[str]) -> None:
+        self._functions = ctypes.CDLL(str(build_library(SOURCE, target_flags)))
+        self._functions.under_test_soften.restype = ctypes.c_float
+
+    def multiply(self, left: torch.Tensor, matrix: torch.Tensor, onto: torch.Tensor | None = None) -> torch.Tensor:
+        """left @ matrix.T, [rows, outputs] float32, both in one dtype; added to `onto` where that is given."""
+        rows, packed = units(left, left.dtype), _packed(matrix)
+        num_outputs, num_inputs = matrix.shape
+        output = torch.full((len(left), pad(num_outputs)), float("nan"))
+        if onto is not None:
+            output[:, :num_outputs] = onto
+        self._call("multiply", left.dtype, rows, len(left), packed, num_outputs, num_inputs, output, onto is not None)
+        return output[:, :num_outputs]
+
+    def swiglu(self, left: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
+        """silu(left @ gate.T) * (left @ up.T), [rows, outputs] in left's dtype."""
+        num_outputs = len(gate_up) // 2
+        rows, packed = units(left, left.dtype), _packed(interleave_halves(gate_up))
+        output = torch.zeros(len(left), pad(num_outputs), dtype=left.dtype)
+        self._call("swiglu", left.dtype, rows, len(left), packed, num_outputs, gate_up.shape[1], output)
+        return output[:, :num_outputs]
+
+    def soften(
+        self, scores: torch.Tensor, num_visible: int, scale: float, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, float]:
+        """Weights, [tokens] in `dtype`, and the inverse of their sum."""
+        weights = torch.full((len(scores),), float("nan"), dtype=dtype)
+        inverse = self._functions.under_test_soften(
+            int(dtype == torch.bfloat16),
+            ctypes.c_void_p(scores.data_ptr()),
+            num_visible,
+            len(scores) // PAGE_TOKENS,
+            ctypes.c_float(scale),
+            ctypes.c_void_p(weights.data_ptr()),
+        )
+        return weights, inverse
+
+    def attend(
+        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, pool: torch.Tensor, block_ids: list[int]
+    ) -> torch.Tensor:
+        """Causal attention of the last tokens, [rows, heads, head_dim] in and out; keys and values,
+        [tokens, kv_heads, head_dim], are written into the pool's blocks first. All in one dtype."""
+        num_rows, num_heads, head_dim = queries.shape
+        num_tokens, num_kv_heads, _ = keys.shape
+        group = num_heads // num_kv_heads
+        blocks = torch.tensor(block_ids, dtype=torch.int32)
+        self._call("write", keys.dtype, pool, num_kv_heads, head_dim, blocks, num_tokens, keys, values)
+        grouped = queries.view(num_rows, num_kv_heads, group, head_dim).transpose(0, 1).contiguous()
+        outputs = torch.empty_like(queries)
+        self._call(
+            "attend", keys.dtype, pool, num_kv_heads, head_dim, blocks, num_tokens, num_rows, group, grouped, outputs
+        )
+        return outputs
+
+    def normalise(self, row: torch.Tensor, scale: torch.Tensor, epsilon: float, dtype: torch.dtype) -> torch.Tensor:
+        """RMSNorm of one float32 row, in `dtype`."""
+        output = torch.empty(len(row), dtype=dtype)
+        self._call("normalise", dtype, row, scale, len(row), ctypes.c_float(epsilon), output)
+        return output
+
+    def rotate(self, head: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
+        """One rotated head, float32."""
+        rotated = head.clone()
+        self._functions.under_test_rotate(*(_argument(item) for item in (rotated, cosine, sine, len(head))))
+        return rotated
+
+    def greedy_choice(self, logits: torch.Tensor) -> int:
+        """Lowest id of the largest logit; -1 where one is not finite."""
+        readable = torch.nn.functional.pad(logits, (0, -len(logits) % PAGE_TOKENS), value=float("nan"))
+        choice: int = self._functions.under_test_greedy_choice(_argument(readable), len(logits))
+        return choice
+
+    def exponential(self, values: torch.Tensor) -> torch.Tensor:
+        """e^values, float32; a multiple of 16 of them."""
+        output = torch.empty_like(values)
+        self._functions.under_test_exponential(_argument(values), _argument(output), len(values))
+        return output
+
+    def _call(self, name: str, dtype: torch.dtype, *arguments: object) -> None:
+        function = getattr(self._functions, f"under_test_{name}")
+        function(int(dtype == torch.bfloat16), *(_argument(argument) for argument in arguments))
+
+
+def _argument(argument: object) -> object:
+    if isinstance(argument, torch.Tensor):
+        assert argument.is_contiguous()
+        return ctypes.c_void_p(argument.data_ptr())
+    return int(argument) if isinstance(argument, bool) else argument
+
+
+def _packed(matrix: torch.Tensor) -> torch.Tensor:
+    """In memory of its own, which ends where the matrix ends."""
+    return pack_matrix(matrix, matrix.dtype, HugeMemory(pad(len(matrix)) * (matrix.shape[1] + 1) * 4)).contiguous()

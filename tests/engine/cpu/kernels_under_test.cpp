@@ -1,0 +1,117 @@
+// The kernels one by one, behind a plain C interface. Each function takes units of 4 bytes: float32, or bfloat16 pairs.
+#include <vector>
+
+#include "attention.h"
+#include "matrix.h"
+#include "rows.h"
+
+using namespace tandem;
+
+namespace {
+
+template <class Unit>
+struct Kernels {
+    static void multiply_matrix(const void* left, int num_rows, const void* packed, int num_outputs, int num_inputs,
+                                float* output, int adds) {
+        const PackedMatrix<Unit> matrix(packed, num_outputs, num_inputs);
+        const auto* rows = static_cast<const Unit*>(left);
+        const long stride = pad_to_panel(num_outputs);
+        if (adds)
+            multiply(rows, matrix.num_steps, num_rows, matrix, AddSums{output, stride});
+        else
+            multiply(rows, matrix.num_steps, num_rows, matrix, StoreSums{output, stride});
+    }
+
+    static void multiply_swiglu(const void* left, int num_rows, const void* packed, int num_outputs, int num_inputs,
+                                void* output) {
+        const PackedMatrix<Unit> matrix(packed, 2 * num_outputs, num_inputs);
+        const long stride = pad_to_panel(num_outputs) / values_per_unit<Unit>;
+        multiply(static_cast<const Unit*>(left), matrix.num_steps, num_rows, matrix,
+                 StoreSwiglu<Unit>{static_cast<Unit*>(output), stride});
+    }
+
+    static float soften_row(const float* scores, int num_visible, int num_pages, float scale, void* weights) {
+        return soften(scores, num_visible, num_pages, scale, static_cast<Unit*>(weights));
+    }
+
+    // keys, values: [num_tokens, num_kv_heads, head_dim] units, put into the pool's blocks of layer 1 of 2.
+    static void write_tokens(void* pool_units, int num_kv_heads, int head_dim, const std::int32_t* block_ids,
+                             int num_tokens, const void* keys, const void* values) {
+        const KvPool<Unit> pool{static_cast<Unit*>(pool_units), 2, num_kv_heads, head_dim};
+        const int head_steps = pool.head_steps();
+        for (int token = 0; token < num_tokens; ++token)
+            for (int head = 0; head < num_kv_heads; ++head) {
+                const long offset = (static_cast<long>(token) * num_kv_heads + head) * head_steps;
+                const int block = block_ids[token / page_tokens], slot = token % page_tokens;
+                write_key(pool.keys(block, 1, head), slot, static_cast<const Unit*>(keys) + offset, head_steps);
+                write_value(pool.values(block, 1, head), slot, static_cast<const Unit*>(values) + offset, head_dim);
+            }
+    }
+
+    // queries: [num_kv_heads, num_rows, group, head_dim] units of the context's last tokens.
+    // outputs: [num_rows, num_kv_heads * group, head_dim] units.
+    static void attend_last(void* pool_units, int num_kv_heads, int head_dim, const std::int32_t* block_ids,
+                            int num_tokens, int num_rows, int group, const void* queries, void* outputs) {
+        const KvPool<Unit> pool{static_cast<Unit*>(pool_units), 2, num_kv_heads, head_dim};
+        AttentionScratch scratch{nullptr, nullptr, AttentionScratch::stride_for(num_tokens)};
+        std::vector<float> scores(max_tile_rows * scratch.stride), probabilities(scores);
+        scratch.scores = scores.data();
+        scratch.probabilities = probabilities.data();
+        attend(pool, 1, Run{0, num_rows, num_tokens - num_rows, block_ids}, nullptr, group,
+               static_cast<const Unit*>(queries), num_rows, scratch, static_cast<Unit*>(outputs),
+               num_kv_heads * group * pool.head_steps());
+    }
+};
+
+}  // namespace
+
+extern "C" {
+
+void under_test_multiply(int is_bfloat16, const void* left, int num_rows, const void* packed, int num_outputs,
+                         int num_inputs, float* output, int adds) {
+    (is_bfloat16 ? Kernels<Pair>::multiply_matrix : Kernels<float>::multiply_matrix)(
+        left, num_rows, packed, num_outputs, num_inputs, output, adds);
+}
+
+void under_test_swiglu(int is_bfloat16, const void* left, int num_rows, const void* packed, int num_outputs,
+                       int num_inputs, void* output) {
+    (is_bfloat16 ? Kernels<Pair>::multiply_swiglu : Kernels<float>::multiply_swiglu)(left, num_rows, packed,
+                                                                                     num_outputs, num_inputs, output);
+}
+
+float under_test_soften(int is_bfloat16, const float* scores, int num_visible, int num_pages, float scale,
+                        void* weights) {
+    return (is_bfloat16 ? Kernels<Pair>::soften_row : Kernels<float>::soften_row)(scores, num_visible, num_pages,
+                                                                                  scale, weights);
+}
+
+void under_test_write(int is_bfloat16, void* pool, int num_kv_heads, int head_dim, const std::int32_t* block_ids,
+                      int num_tokens, const void* keys, const void* values) {
+    (is_bfloat16 ? Kernels<Pair>::write_tokens : Kernels<float>::write_tokens)(pool, num_kv_heads, head_dim, block_ids,
+                                                                               num_tokens, keys, values);
+}
+
+void under_test_attend(int is_bfloat16, void* pool, int num_kv_heads, int head_dim, const std::int32_t* block_ids,
+                       int num_tokens, int num_rows, int group, const void* queries, void* outputs) {
+    (is_bfloat16 ? Kernels<Pair>::attend_last : Kernels<float>::attend_last)(
+        pool, num_kv_heads, head_dim, block_ids, num_tokens, num_rows, group, queries, outputs);
+}
+
+void under_test_normalise(int is_bfloat16, const float* row, const float* scale, int size, float epsilon,
+                          void* output) {
+    if (is_bfloat16)
+        normalise(row, scale, size, epsilon, static_cast<Pair*>(output));
+    else
+        normalise(row, scale, size, epsilon, static_cast<float*>(output));
+}
+
+void under_test_rotate(float* head, const float* cosine, const float* sine, int head_dim) {
+    rotate(head, cosine, sine, head_dim);
+}
+
+int under_test_greedy_choice(const float* logits, int size) { return greedy_choice(logits, size); }
+
+void under_test_exponential(const float* from, float* to, int size) {
+    for (int index = 0; index < size; index += num_lanes) store(to + index, exponential(load(from + index)));
+}
+}

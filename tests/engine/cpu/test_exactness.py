@@ -1,0 +1,176 @@
+"""The CPU engine says what transformers says, and a token's bits do not depend on how it was computed."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from core.errors import BadRequest, InvariantBroken
+from core.request import SamplingParams
+from engine.cpu.build import PORTABLE, build_library
+from engine.cpu.library import KernelLibrary
+from engine.cpu.runner import CpuModelRunner
+from engine.model_config import ModelConfig
+from engine.step import SampleSpec, SequenceSlice, StepPlan
+from engine.weights import load_weights
+from tests.engine.golden import golden_cases
+from tests.engine.invariance import assert_batches_agree, assert_chunks_agree, forced_prompts
+from tests.engine.random_models import CASES, VOCAB_SIZE, Case, greedy_reference, random_model, save
+from tests.engine.token_stream import GREEDY, generate, pooled_sequences, prefill
+
+FAMILY_CASES = [case for case in CASES if case.more.get("head_dim", 16) % 16 == 0]
+LENGTHS = (1, 2, 3, 15, 16, 17, 31, 64, 95, 96, 97, 129, 140, 257, 300)
+CHUNKS = (16, 37, 64)
+BFLOAT16_GAP = 0.05  # logits; where the best two tokens are closer, bfloat16 weights may swap them
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def tiny_cpu_runner(request: pytest.FixtureRequest, tiny_folder: Path) -> CpuModelRunner:
+    """The tiny model in either dtype."""
+    return CpuModelRunner.load(tiny_folder, request.param, num_blocks=512)
+
+
+@pytest.mark.parametrize("chunk_tokens", [2048, 64])
+def test_golden_tokens_in_float32(default_cpu_runner: CpuModelRunner, chunk_tokens: int) -> None:
+    cases = golden_cases()
+    lengths = [len(case["output_ids"]) if chunk_tokens == 2048 else 8 for case in cases]
+    outputs = generate(default_cpu_runner, [case["prompt_ids"] for case in cases], lengths, chunk_tokens)
+    expected = [case["output_ids"][:length] for case, length in zip(cases, lengths, strict=True)]
+    assert [case["name"] for case, *pair in zip(cases, outputs, expected, strict=True) if pair[0] != pair[1]] == []
+
+
+def test_bfloat16_differs_only_where_two_tokens_are_close(model_folder: Path) -> None:
+    cases = golden_cases()
+    runner = CpuModelRunner.load(model_folder, "bfloat16", num_blocks=512)
+    outputs = generate(runner, [case["prompt_ids"] for case in cases], [24] * len(cases), chunk_tokens=2048)
+    for case, output in zip(cases, outputs, strict=True):
+        pairs = zip(output, case["output_ids"], case["gaps"], strict=False)
+        first_gap = next((gap for got, expected, gap in pairs if got != expected), 0.0)
+        assert first_gap < BFLOAT16_GAP, case["name"]
+
+
+@pytest.mark.parametrize("case", FAMILY_CASES, ids=[case.name for case in FAMILY_CASES])
+def test_every_family_says_what_transformers_says(case: Case, tmp_path: Path) -> None:
+    reference = random_model(case)
+    runner = CpuModelRunner.load(save(reference, tmp_path / "model"), "float32", num_blocks=128)
+    order = random.Random(11)
+    for length in (1, 17, 133):
+        prompt = [order.randrange(VOCAB_SIZE) for _ in range(length)]
+        tokens, rows = greedy_reference(reference, prompt, 12)
+        assert generate(runner, [prompt], [len(tokens)], 16) == [tokens]
+        [sequence] = pooled_sequences(runner, [prompt], 0, random.Random(0))
+        torch.testing.assert_close(prefill(runner, sequence, length), rows[0], rtol=1e-4, atol=1e-4)
+
+
+def test_chunks_do_not_change_a_bit(tiny_cpu_runner: CpuModelRunner) -> None:
+    assert_chunks_agree(tiny_cpu_runner, LENGTHS, (1, *CHUNKS))
+
+
+def test_batches_do_not_change_a_bit(tiny_cpu_runner: CpuModelRunner) -> None:
+    assert_batches_agree(tiny_cpu_runner, LENGTHS)
+
+
+def test_default_model_does_not_change_a_bit(default_cpu_runner: CpuModelRunner) -> None:
+    assert_chunks_agree(default_cpu_runner, (3, 170), CHUNKS)
+    assert_batches_agree(default_cpu_runner, (1, 2, 16, 17, 64, 97, 129, 200))
+
+
+def test_portable_kernels_do_not_change_a_bit(tiny_folder: Path) -> None:
+    library = KernelLibrary(build_library(target_flags=PORTABLE))
+    config = ModelConfig.load(tiny_folder)
+    for dtype in ("float32", "bfloat16"):
+        weights = load_weights(tiny_folder, config, getattr(torch, dtype))
+        runner = CpuModelRunner(config, weights, dtype, 512, 16, library)
+        assert runner.numeric_class == f"cpu-portable-{dtype}"
+        assert_chunks_agree(runner, (3, 170), CHUNKS)
+        assert_batches_agree(runner, LENGTHS)
+
+
+def test_kv_pages_do_not_change_a_bit(tiny_cpu_runner: CpuModelRunner) -> None:
+    """What a hand-off moves is the same whichever way it was computed."""
+    prompt = forced_prompts(tiny_cpu_runner.vocab_size, (190,))[0]
+    pages = []
+    for chunk_tokens in (len(prompt), 37):
+        [sequence] = pooled_sequences(tiny_cpu_runner, [prompt], 0, random.Random(chunk_tokens))
+        tiny_cpu_runner.kv_pool.zero_()
+        prefill(tiny_cpu_runner, sequence, chunk_tokens)
+        pages.append(tiny_cpu_runner.kv_pool[list(sequence.block_table)].clone())
+    assert torch.equal(*pages)
+    assert pages[0].any()
+
+
+def test_copied_bytes_continue_in_other_blocks(tiny_cpu_runner: CpuModelRunner) -> None:
+    """A hand-off: the blocks' bytes, and nothing else, move; a block has exactly geometry.block_bytes of them."""
+    runner = tiny_cpu_runner
+    prompt = forced_prompts(runner.vocab_size, (77,))[0]
+    [sequence] = pooled_sequences(runner, [prompt], 0, random.Random(5))
+    sequence.token_ids = prompt[:-1]
+    prefill(runner, sequence, len(prompt))
+    sequence.token_ids = prompt
+    expected = prefill(runner, sequence, 1)
+    pool_bytes = runner.kv_pool.view(torch.uint8).view(len(runner.kv_pool), runner.geometry.block_bytes)
+    copies = [block for block in range(len(pool_bytes)) if block not in sequence.block_table][
+        : len(sequence.block_table)
+    ]
+    pool_bytes[copies] = pool_bytes[list(sequence.block_table)].clone()
+    pool_bytes[list(sequence.block_table)] = 0
+    sequence.block_table, sequence.computed = tuple(copies), len(prompt) - 1
+    assert torch.equal(prefill(runner, sequence, 1), expected)
+
+
+def test_two_processes_compute_the_same_bits(tiny_folder: Path) -> None:
+    command = [sys.executable, "-m", "tests.engine.cpu.print_logits_digest", str(tiny_folder)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    digests = [subprocess.run(command, env=environment, capture_output=True, check=True).stdout for _ in range(2)]
+    assert digests[0] == digests[1]
+    assert len(digests[0].strip()) == 2 * hashlib.sha256().digest_size
+
+
+def test_greedy_choice_is_the_sampler_s(tiny_cpu_runner: CpuModelRunner) -> None:
+    """The kernels' choice, and the sampler's where a row is random or has banned tokens."""
+    tokens = (5, 6, 7)
+    plain = _slice("plain", tokens, (0,), SampleSpec(GREEDY, 0))
+    [best] = tiny_cpu_runner.run(StepPlan((plain,)))
+    assert best == int(tiny_cpu_runner.logits(StepPlan((plain,)))[0].argmax())
+    banned = _slice("banned", tokens, (1,), SampleSpec(GREEDY, 0, (best,)))
+    drawn = _slice("drawn", tokens, (2,), SampleSpec(SamplingParams(temperature=1.0, seed=3), 0))
+    silent = _slice("silent", tokens, (3,), None)
+    answer = tiny_cpu_runner.run(StepPlan((silent, plain, banned, drawn)))
+    assert answer[:2] == [None, best]
+    assert answer[2] not in (None, best)
+    assert answer[3] is not None
+
+
+@pytest.mark.parametrize(
+    ("item", "message"),
+    [
+        (SequenceSlice("r", (1,) * 17, 0, (0,), None), "request r: 1 blocks do not cover 17 tokens"),
+        (SequenceSlice("r", (1,), 0, (512,), None), "request r: a block id lies outside the pool of 512"),
+        (SequenceSlice("r", (1,), 0, (-1,), None), "request r: a block id lies outside the pool of 512"),
+        (SequenceSlice("r", (100000,), 0, (0,), None), "request r: a token id lies outside the vocabulary"),
+        (SequenceSlice("r", (), 0, (0,), None), "request r: empty slice"),
+        (SequenceSlice("r", (1,), 1024, tuple(range(65)), None), "request r: 1025 tokens exceed the model's context"),
+    ],
+)
+def test_a_slice_out_of_bounds_is_named(tiny_cpu_runner: CpuModelRunner, item: SequenceSlice, message: str) -> None:
+    fine = _slice("fine", (1, 2), (3,), None)
+    with pytest.raises(InvariantBroken, match=message):
+        tiny_cpu_runner.run(StepPlan((fine, item)))
+
+
+def test_other_block_sizes_and_dtypes_are_refused(tiny_folder: Path) -> None:
+    with pytest.raises(BadRequest, match="block_size: the CPU kernels need 16, got 32"):
+        CpuModelRunner.load(tiny_folder, "float32", num_blocks=4, block_size=32)
+    with pytest.raises(BadRequest, match="dtype"):
+        CpuModelRunner.load(tiny_folder, "float16", num_blocks=4)
+
+
+def _slice(name: str, tokens: tuple[int, ...], blocks: tuple[int, ...], sample: SampleSpec | None) -> SequenceSlice:
+    return SequenceSlice(name, tokens, 0, blocks, sample)
