@@ -133,25 +133,7 @@ class Controller:
             return
         self.workers[ref.worker_id] = info
         self._inbox.put_nowait(WorkerStarted(ref))
-        self._inbox.put_nowait(WorkerDied(ref, await self._watch(actor)))
-
-    async def _watch(self, actor: Actor) -> str:
-        """Why the worker is gone, once it is. Ray sees a dead process; only a ping sees a hung one."""
-        death = asyncio.create_task(actor.call("watch", timeout_s=None))
-        try:
-            while True:
-                done, _ = await asyncio.wait({death}, timeout=PING_EVERY_S)
-                if done:
-                    error = death.exception()
-                    return _text(error) if error else "its watch ended"
-                await actor.call("ping", timeout_s=self._config.heartbeat_timeout_s)
-        except TimeoutError:
-            return f"hung: no answer for {self._config.heartbeat_timeout_s:g} s"
-        except ActorFailures as error:
-            return _text(error)
-        finally:
-            death.cancel()
-            await asyncio.gather(death, return_exceptions=True)
+        self._inbox.put_nowait(WorkerDied(ref, await watch(actor, self._config.heartbeat_timeout_s)))
 
     async def _bury(self, ref: WorkerRef, process: Process) -> None:
         """Ray's kill may be lost with Ray's own trouble; ours cannot, and nothing is reported before it is true."""
@@ -168,6 +150,25 @@ class Controller:
             await actor.call("drain", drain_s, timeout_s=drain_s + 1.0)
             await actor.call("stop", timeout_s=STOP_TIMEOUT_S)
         actor.kill()
+
+
+async def watch(actor: Actor, heartbeat_timeout_s: float) -> str:
+    """Why a process is gone, once it is. Ray sees a dead one; only a ping sees a hung one."""
+    death = asyncio.create_task(actor.call("watch", timeout_s=None))
+    try:
+        while True:
+            done, _ = await asyncio.wait({death}, timeout=PING_EVERY_S)
+            if done:
+                error = death.exception()
+                return _text(error) if error else "its watch ended"
+            await actor.call("ping", timeout_s=heartbeat_timeout_s)
+    except TimeoutError:
+        return f"hung: no answer for {heartbeat_timeout_s:g} s"
+    except ActorFailures as error:
+        return _text(error)
+    finally:
+        death.cancel()
+        await asyncio.gather(death, return_exceptions=True)
 
 
 def _text(error: BaseException) -> str:

@@ -66,9 +66,7 @@ class Launcher:
         fleet = Fleet(config.roles, SystemRandom())
         self._deaths = DeathNotices(lambda ref: report_death(self._config.registry_address, ref))
         self._controller = Controller(fleet, self._spawn_worker, config, self._heard, self._deaths.died)
-        self._router = RouterKeeper(
-            self._spawn_router, config.start_timeout_s, progress.say, self._deaths.router_started
-        )
+        self._router = RouterKeeper(self._spawn_router, config, progress.say, self._deaths.router_started)
         self._started = asyncio.Event()
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._background: list[asyncio.Task[None]] = []
@@ -196,6 +194,7 @@ class Launcher:
             registry_host=config.registry_host,
             registry_port=config.registry_port,
             drain_timeout_s=config.drain_timeout_s,
+            max_context_tokens=config.num_blocks * config.block_size,
         )
 
     def _core_of(self, worker_id: str) -> int | None:

@@ -24,6 +24,7 @@ from telemetry.tasks import Spawn
 logger = logging.getLogger(__name__)
 
 HANDSHAKE_TIMEOUT_S: Final = 5.0
+CLOSE_TIMEOUT_S: Final = 5.0
 FIRST_RETRY_S: Final = 0.1
 LAST_RETRY_S: Final = 5.0
 
@@ -67,11 +68,12 @@ class Peers:
         await self._driver.peer_dead(ref)
 
     async def close(self) -> None:
+        """Stop connecting; waits, bounded, for what is under way."""
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()
         if tasks:
-            await asyncio.wait(tasks)
+            await asyncio.wait(tasks, timeout=CLOSE_TIMEOUT_S)
 
     def _lost(self, ref: WorkerRef) -> None:
         """The path broke; the peer may live, so try again."""

@@ -8,7 +8,8 @@ import time
 from collections.abc import Callable
 from typing import Any, Final
 
-from cluster.controller import STOP_TIMEOUT_S, ActorFailures
+from cluster.config import ClusterConfig
+from cluster.controller import STOP_TIMEOUT_S, ActorFailures, watch
 from cluster.fleet import Backoff
 from cluster.ray_runtime import Actor
 from core.errors import TandemError
@@ -26,10 +27,10 @@ class RouterKeeper:
     """`run` until cancelled; `started` is set once the router has been up. on_started: each new life has begun."""
 
     def __init__(
-        self, spawn: SpawnRouter, start_timeout_s: float, say: Callable[[str], None], on_started: Callable[[], None]
+        self, spawn: SpawnRouter, config: ClusterConfig, say: Callable[[str], None], on_started: Callable[[], None]
     ) -> None:
         self._spawn = spawn
-        self._start_timeout_s = start_timeout_s
+        self._config = config
         self._say = say
         self._on_started = on_started
         self._actor: Actor | None = None
@@ -59,13 +60,14 @@ class RouterKeeper:
         """One life; returns why it ended."""
         self._actor, config = self._spawn()
         try:
-            await self._actor.call("start", config, timeout_s=self._start_timeout_s)
-            self.started.set()
-            self._on_started()
-            await self._actor.call("watch", timeout_s=None)
+            await self._actor.call("start", config, timeout_s=self._config.start_timeout_s)
         except ActorFailures as error:
             self._actor.kill()
             if not self.started.is_set():
                 raise RouterFailed(f"the router did not start: {error}") from error
             return str(error) or type(error).__name__
-        return "its watch ended"
+        self.started.set()
+        self._on_started()
+        reason = await watch(self._actor, self._config.heartbeat_timeout_s)
+        self._actor.kill()
+        return reason

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from typing import Final
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -22,6 +25,8 @@ from telemetry.logs import log_state
 from telemetry.tasks import Spawn
 
 logger = logging.getLogger(__name__)
+
+HELLO_TIMEOUT_S: Final = 10.0  # a stream that has not said whom it means by then is nobody's
 
 
 class WorkerServicer(pb_grpc.WorkerServiceServicer):
@@ -50,7 +55,10 @@ class WorkerServicer(pb_grpc.WorkerServiceServicer):
         self, requests: AsyncIterator[pb.ConnectRequest], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.ConnectResponse]:
         """Refused with FAILED_PRECONDITION when the first message is no hello to this very incarnation."""
-        hello = await anext(aiter(requests), None)
+        hello = None
+        with suppress(TimeoutError):
+            async with asyncio.timeout(HELLO_TIMEOUT_S):
+                hello = await anext(aiter(requests), None)
         if hello is None or not hello.HasField("hello") or decode_ref(hello.hello.worker) != self._ref:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"hello.worker: this is {self._ref}")
             return

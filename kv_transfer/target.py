@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
+from typing import Final
 
 from core.errors import InvariantBroken
 from core.handoff import (
@@ -18,6 +20,8 @@ from core.handoff import (
 )
 from core.membership import WorkerRef
 from kv_transfer.effects import Blocks, Effect, LeaseConfig, Notify, TargetFailed, TargetLanded
+
+MAX_DEAD: Final = 1024  # deaths remembered, so that a reserve that names a dead source still ends
 
 
 @dataclass(slots=True)
@@ -60,6 +64,7 @@ class TargetSide:
         self._blocks = blocks
         self._lease = lease
         self._open: dict[str, _Incoming] = {}
+        self._dead: deque[WorkerRef] = deque(maxlen=MAX_DEAD)
         self._generation = 0
 
     def __len__(self) -> int:
@@ -95,6 +100,9 @@ class TargetSide:
         session = _Incoming(ticket, source, may_be_short, now + self._lease.lease_s)
         session.move(HandoffEvent.BLOCKS_RESERVED)
         session.move(HandoffEvent.WRITES_POSSIBLE)
+        if source in self._dead:  # it died before the router knew: end the hand-off at the next tick
+            session.deadline_s = now
+            session.quiet_at_s = now + self._lease.settle_s
         self._open[handoff_id] = session
         return ticket
 
@@ -126,6 +134,7 @@ class TargetSide:
 
     def peer_dead(self, peer: WorkerRef, now: float) -> list[Effect]:
         """A source's process is known to have ended: quiet once what it wrote last had time to arrive."""
+        self._dead.append(peer)
         effects = self.peer_lost(peer, now)
         for session in self._open.values():
             if session.source == peer and session.quiet_at_s is None:

@@ -100,7 +100,7 @@ def _served_model(config: RouterConfig, tokenizer: Tokenizer) -> ServedModel:
     return ServedModel(
         name=config.model_name,
         created_s=int(time.time()),
-        max_context_tokens=model.max_context_tokens,
+        max_context_tokens=min(model.max_context_tokens, config.max_context_tokens or model.max_context_tokens),
         vocab_size=model.vocab_size,
         eos_token_ids=tokenizer.eos_token_ids,
         weights_digest=weights_digest(config.model_folder),

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
-from typing import Final
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Final
 
 import grpc
 from tandem.v1 import worker_pb2 as pb
@@ -27,6 +28,8 @@ CHANNEL_OPTIONS: Final = (
     ("grpc.max_send_message_length", 64 << 20),
     ("grpc.enable_http_proxy", 0),
 )
+
+CLOSE_TIMEOUT_S: Final = 5.0
 
 
 class WorkerLink:
@@ -53,6 +56,7 @@ class WorkerLink:
         self._on_answer = on_answer
         self._on_closed = on_closed
         self._outbox: asyncio.Queue[pb.ConnectRequest] = asyncio.Queue()
+        self._spawn = spawn
         self._task = spawn(self._run())
 
     def send(self, command: Command) -> None:
@@ -62,7 +66,7 @@ class WorkerLink:
     async def close(self) -> None:
         """End the stream without calling `on_closed`."""
         self._task.cancel()
-        await asyncio.wait([self._task])
+        await asyncio.wait([self._task], timeout=CLOSE_TIMEOUT_S)
 
     async def _run(self) -> None:
         reason = "closed by the worker"
@@ -79,7 +83,16 @@ class WorkerLink:
 
     async def _converse(self, stub: pb_grpc.WorkerServiceStub) -> None:
         """A worker says its load once a second even when idle, so that silence means a hung process."""
-        stream = stub.Connect(self._requests())
+        stream = stub.Connect()
+        await stream.write(pb.ConnectRequest(hello=self._hello()))
+        writer = self._spawn(self._write_forever(stream))
+        try:
+            await self._read_forever(stream)
+        finally:
+            writer.cancel()
+            stream.cancel()
+
+    async def _read_forever(self, stream: Any) -> None:
         opened = False
         while True:
             message = await asyncio.wait_for(stream.read(), self._silence_timeout_s)
@@ -92,8 +105,11 @@ class WorkerLink:
                 raise BadRequest("message", "is not a tandem.v1.ConnectResponse")
             self._on_answer(decode_answer(message))
 
-    async def _requests(self) -> AsyncIterator[pb.ConnectRequest]:
-        hello = pb.RouterHello(router_id=self._router_id, worker=encode_ref(self.info.ref))
-        yield pb.ConnectRequest(hello=hello)
-        while True:
-            yield await self._outbox.get()
+    async def _write_forever(self, stream: Any) -> None:
+        """Until cancelled, or until the stream is over, which the reader then sees."""
+        with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            while True:
+                await stream.write(await self._outbox.get())
+
+    def _hello(self) -> pb.RouterHello:
+        return pb.RouterHello(router_id=self._router_id, worker=encode_ref(self.info.ref))

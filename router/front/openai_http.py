@@ -7,6 +7,7 @@ cancels the handler (`build_http_runner` turns that on), which closes the genera
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -29,6 +30,7 @@ from router.front.readiness import Readiness
 logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES: Final = 1 << 20
+BODY_TIMEOUT_S: Final = 30.0
 SHUTDOWN_TIMEOUT_S: Final = 1.0  # the dispatcher has drained by then: what is still open is an idle or broken client
 REQUEST_ID_HEADER: Final = "x-request-id"
 REQUEST_ID: Final = web.RequestKey("request_id", str)
@@ -158,7 +160,10 @@ async def _read(http: web.Request) -> bytes:
     try:
         if http.content_length is not None and http.content_length > limit:
             raise BadRequest(BODY, f"{http.content_length} bytes exceed {limit}")
-        return await http.read()
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            return await http.read()
+    except TimeoutError as error:
+        raise BadRequest(BODY, f"did not arrive within {BODY_TIMEOUT_S} s") from error
     except web.HTTPRequestEntityTooLarge as error:
         raise BadRequest(BODY, f"exceeds {limit} bytes") from error
 

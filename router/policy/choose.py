@@ -34,19 +34,25 @@ class Choice:
 
 def choose(request: GenerateRequest, placement: Placement, view: ClusterView) -> Choice | None:
     """The workers for a request, or None when the roles that it needs are not ready."""
-    decodes = score_all(filter_fitting(filter_ready(view.workers(Role.DECODE)), request))
+    decodes = filter_fitting(filter_ready(view.workers(Role.DECODE)), request)
     if not decodes:
         return None
-    decode = pick(decodes)
     if placement is Placement.LOCAL:
-        return Choice(decode, None, ChoiceReason.ASKED, tuple(decodes))
-    prefills = score_all(filter_paired(filter_ready(view.workers(Role.PREFILL)), decode, view))
-    if prefills:
+        return _local(decodes, ChoiceReason.ASKED)
+    prefills = filter_ready(view.workers(Role.PREFILL))
+    warm = [worker for worker in decodes if filter_paired(prefills, worker.ref, view)]
+    if warm:
+        decode_scores = score_all(warm)
+        decode = pick(decode_scores)
+        prefill_scores = score_all(filter_paired(prefills, decode, view))
         reason = ChoiceReason.ASKED if placement is Placement.REMOTE else ChoiceReason.PREFILL_POOL
-        return Choice(decode, pick(prefills), reason, (*decodes, *prefills))
-    if placement is Placement.REMOTE:
-        return None
-    return Choice(decode, None, ChoiceReason.NO_PREFILL_WORKER, tuple(decodes))
+        return Choice(decode, pick(prefill_scores), reason, (*decode_scores, *prefill_scores))
+    return None if placement is Placement.REMOTE else _local(decodes, ChoiceReason.NO_PREFILL_WORKER)
+
+
+def _local(decodes: list[WorkerView], reason: ChoiceReason) -> Choice:
+    scores = score_all(decodes)
+    return Choice(pick(scores), None, reason, tuple(scores))
 
 
 def filter_ready(workers: list[WorkerView]) -> list[WorkerView]:

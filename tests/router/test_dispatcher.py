@@ -164,6 +164,16 @@ def test_an_unpaired_prefill_worker_is_not_chosen() -> None:
     assert isinstance(planned, Planned) and planned.choice.reason is ChoiceReason.NO_PREFILL_WORKER
 
 
+@pytest.mark.parametrize("placement", [Placement.AUTO, Placement.REMOTE])
+def test_a_decode_worker_that_is_paired_goes_before_an_idler_one_that_is_not_yet(placement: Placement) -> None:
+    cluster = Cluster("p1", "d1", "d2")
+    cluster.submit("busy", Placement.LOCAL)  # on d1, so that d2 is the idler one
+    cluster.view.get(cluster.refs["d2"]).peers.clear()
+    planned = cluster.submit(placement=placement)[0]
+    assert isinstance(planned, Planned)
+    assert (planned.choice.decode.worker_id, planned.choice.prefill.worker_id) == ("d1", "p1")
+
+
 def test_load_is_spread_by_what_was_given_out_not_by_reports() -> None:
     cluster = Cluster("p1", "p2", "d1", "d2")
     chosen = []
