@@ -8,13 +8,15 @@ beside the floor that the machine allows, measured in the same run:
 - prefill: multiplications at the rate of a large torch matmul of the dtype;
 - decode: the larger of that and of reading all weights once, plus reading all KV once, at the rate of a long sum.
 Decode runs over a pool of random KV: what it costs does not depend on the values.
-Last, what it costs attention that a block's layers lie together (one run of bytes to transfer): the same decode over a
-pool of one layer's stride.
+Last, what it costs attention that the layers of a block lie together, so that a block is one run of bytes to transfer:
+the attention of a whole decode step over such a pool, and over one in which the blocks of a layer lie together.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
+import math
 import os
 import statistics
 import time
@@ -27,6 +29,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import torch
 
 from core.request import SamplingParams
+from engine.cpu.build import build_library
 from engine.cpu.memory import HugeMemory
 from engine.cpu.runner import DTYPES, PAGE_TOKENS, CpuModelRunner
 from engine.gguf_import import import_default_model
@@ -38,6 +41,7 @@ PREFILL_TOKENS: Final = (128, 1024, 2048)
 DECODE_BATCHES: Final = (1, 8, 32)
 DECODE_CONTEXT: Final = 512
 NUM_BLOCKS: Final = 32 * DECODE_CONTEXT // PAGE_TOKENS
+ATTENTION_SOURCE: Final = Path(__file__).parent / "engine_attention.cpp"
 GREEDY: Final = SampleSpec(SamplingParams(temperature=0.0), 0)
 RUNNERS: Final[dict[str, Any]] = {"cpu": CpuModelRunner, "torch": TorchModelRunner}
 
@@ -130,6 +134,31 @@ def measure(runner: Any, floors: Floors, rounds: int) -> dict[str, tuple[float, 
     return figures
 
 
+def attention_s(config: ModelConfig, batch: int, rounds: int) -> tuple[float, float]:
+    """Seconds of all layers' decode attention in bfloat16, over a block-major pool and over a layer-major one."""
+    attend = ctypes.CDLL(str(build_library(ATTENTION_SOURCE))).bench_attend
+    shape = (NUM_BLOCKS, config.num_layers, 2, config.num_kv_heads, PAGE_TOKENS, config.head_dim)
+    pool = HugeMemory(2 * math.prod(shape)).tensor(shape, torch.bfloat16).normal_()
+    queries, outputs = torch.randn(2, config.num_heads, config.head_dim).bfloat16()
+    num_pages = DECODE_CONTEXT // PAGE_TOKENS
+    blocks = torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(0))[: batch * num_pages].int()
+    sizes = (NUM_BLOCKS, config.num_layers, config.num_kv_heads, config.head_dim)
+    group = config.num_heads // config.num_kv_heads
+
+    def run(is_block_major: int) -> None:
+        addresses = [ctypes.c_void_p(item.data_ptr()) for item in (pool, blocks, queries, outputs)]
+        attend(addresses[0], is_block_major, *sizes, group, addresses[1], batch, num_pages, *addresses[2:])
+
+    return median_s(lambda: run(1), 3 * rounds), median_s(lambda: run(0), 3 * rounds)
+
+
+def print_layout_cost(config: ModelConfig, rounds: int) -> None:
+    print(f"\nattention of all layers, bfloat16{'block-major':>15}{'layer-major':>15}")
+    for batch in DECODE_BATCHES:
+        block_major_s, layer_major_s = attention_s(config, batch, rounds)
+        print(f"decode {batch:<26}{block_major_s * 1e3:12.2f} ms{layer_major_s * 1e3:12.2f} ms")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engines", default="cpu,torch", help="which to measure (default: %(default)s)")
@@ -150,6 +179,7 @@ def main() -> None:
             results[name] = measure(runner, floors, options.rounds)
             del runner
         print_table(f"{dtype} ({rates})", results)
+    print_layout_cost(ModelConfig.load(folder), options.rounds)
 
 
 def print_table(title: str, results: dict[str, dict[str, tuple[float, float]]]) -> None:

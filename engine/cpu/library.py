@@ -157,5 +157,5 @@ class KernelEngine:
 
 
 def _layer(layer: PackedLayer) -> _Layer:
-    tensors = {name: getattr(layer, name) for name, _ in _Layer._fields_}
+    tensors = {field[0]: getattr(layer, field[0]) for field in _Layer._fields_}
     return _Layer(**{name: tensor.data_ptr() for name, tensor in tensors.items() if tensor is not None})

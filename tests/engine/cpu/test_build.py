@@ -69,7 +69,7 @@ def test_two_processes_at_once_compile_once(source: Path, tmp_path: Path) -> Non
 
 def test_a_failed_compilation_says_why_and_leaves_nothing(source: Path, tmp_path: Path) -> None:
     source.write_text("int broken(", encoding="utf-8")
-    with pytest.raises(KernelsUnavailable, match="small.cpp"):
+    with pytest.raises(KernelsUnavailable, match=r"small\.cpp"):
         build_library(source)
     assert not [path for path in (tmp_path / "cache").rglob("*") if path.suffix in (".so", ".part")]
 

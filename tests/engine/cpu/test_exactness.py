@@ -28,7 +28,7 @@ from tests.engine.token_stream import GREEDY, generate, pooled_sequences, prefil
 FAMILY_CASES = [case for case in CASES if case.more.get("head_dim", 16) % 16 == 0]
 LENGTHS = (1, 2, 3, 15, 16, 17, 31, 64, 95, 96, 97, 129, 140, 257, 300)
 CHUNKS = (16, 37, 64)
-BFLOAT16_GAP = 0.05  # logits; where the best two tokens are closer, bfloat16 weights may swap them
+BFLOAT16_GAP = 0.1  # logits: three times the error (root mean square 0.03) that bfloat16 weights make in each
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
@@ -37,13 +37,18 @@ def tiny_cpu_runner(request: pytest.FixtureRequest, tiny_folder: Path) -> CpuMod
     return CpuModelRunner.load(tiny_folder, request.param, num_blocks=512)
 
 
-@pytest.mark.parametrize("chunk_tokens", [2048, 64])
-def test_golden_tokens_in_float32(default_cpu_runner: CpuModelRunner, chunk_tokens: int) -> None:
+def test_golden_tokens_in_float32(default_cpu_runner: CpuModelRunner) -> None:
     cases = golden_cases()
-    lengths = [len(case["output_ids"]) if chunk_tokens == 2048 else 8 for case in cases]
-    outputs = generate(default_cpu_runner, [case["prompt_ids"] for case in cases], lengths, chunk_tokens)
-    expected = [case["output_ids"][:length] for case, length in zip(cases, lengths, strict=True)]
-    assert [case["name"] for case, *pair in zip(cases, outputs, expected, strict=True) if pair[0] != pair[1]] == []
+    lengths = [len(case["output_ids"]) for case in cases]
+    outputs = generate(default_cpu_runner, [case["prompt_ids"] for case in cases], lengths, chunk_tokens=2048)
+    wrong = [case["name"] for case, output in zip(cases, outputs, strict=True) if output != case["output_ids"]]
+    assert not wrong
+
+
+def test_golden_tokens_in_float32_from_chunked_prompts(default_cpu_runner: CpuModelRunner) -> None:
+    cases = [case for case in golden_cases() if len(case["prompt_ids"]) < 600]
+    outputs = generate(default_cpu_runner, [case["prompt_ids"] for case in cases], [8] * len(cases), chunk_tokens=64)
+    assert outputs == [case["output_ids"][:8] for case in cases]
 
 
 def test_bfloat16_differs_only_where_two_tokens_are_close(model_folder: Path) -> None:

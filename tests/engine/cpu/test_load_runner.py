@@ -41,7 +41,7 @@ def test_without_a_compiler_torch_computes_and_it_is_said(
 
 
 @pytest.mark.parametrize(
-    ("block_size", "hidden_size", "reason"), [(32, 96, "block_size is 32"), (16, 72, "head_dim 12")]
+    ("block_size", "hidden_size", "reason"), [(32, 96, "block_size is 32"), (16, 72, "hidden_size 72")]
 )
 def test_what_the_kernels_do_not_take_goes_to_torch(
     block_size: int, hidden_size: int, reason: str, tmp_path: Path, caplog: pytest.LogCaptureFixture

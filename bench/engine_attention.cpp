@@ -1,0 +1,28 @@
+// Decode attention of a batch over all layers, with a pool in which either the layers of a block lie together
+// (block-major, ours) or the blocks of a layer do (layer-major). Only bfloat16.
+#include <vector>
+
+#include "attention.h"
+
+using namespace tandem;
+
+// block_ids: [batch, num_pages].   queries, outputs: [num_heads, head_dim] bfloat16, the same for all sequences.
+extern "C" void bench_attend(void* pool_units, int is_block_major, int num_blocks, int num_layers, int num_kv_heads,
+                             int head_dim, int group, const std::int32_t* block_ids, int batch, int num_pages,
+                             const void* queries, void* outputs) {
+    AttentionScratch scratch{nullptr, nullptr, AttentionScratch::stride_for(num_pages * page_tokens)};
+    std::vector<float> scores(max_tile_rows * scratch.stride), probabilities(scores);
+    scratch.scores = scores.data();
+    scratch.probabilities = probabilities.data();
+    std::vector<Run> runs;
+    for (int sequence = 0; sequence < batch; ++sequence)
+        runs.push_back({0, 1, num_pages * page_tokens - 1, block_ids + sequence * num_pages});
+    for (int layer = 0; layer < num_layers; ++layer) {
+        KvPool<Pair> pool{static_cast<Pair*>(pool_units), is_block_major ? num_layers : 1, num_kv_heads, head_dim};
+        if (!is_block_major) pool.units += layer * static_cast<long>(num_blocks) * 2 * num_kv_heads * pool.page_units();
+        for (int sequence = 0; sequence < batch; ++sequence)
+            attend(pool, is_block_major ? layer : 0, runs[sequence],
+                   sequence + 1 < batch ? &runs[sequence + 1] : nullptr, group, static_cast<const Pair*>(queries), 1,
+                   scratch, static_cast<Pair*>(outputs), 0);
+    }
+}
