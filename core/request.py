@@ -10,6 +10,8 @@ from typing import Final
 from core.errors import BadRequest
 
 MAX_STOP_STRINGS: Final = 16
+MAX_LOGIT_BIASES: Final = 1024
+MAX_TOP_LOGPROBS: Final = 20
 SEED_BITS: Final = 63
 
 
@@ -32,26 +34,53 @@ class Placement(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the next token is drawn. temperature 0 is greedy and ignores the rest.
+    """How the next token is drawn. temperature 0 is greedy: seed, min_p, top_k and top_p then mean nothing.
 
     The random number of a draw depends on (seed, position) alone, so a token does not depend on the
-    batch, the worker, preemption or migration (DESIGN section 10).
+    batch, the worker, preemption or migration (DESIGN section 10). engine/sampler.py says in which order all apply.
+
+    min_p: least probability that is kept, as a share of the best token's; 0 keeps all.
+    repetition_penalty: divides positive logits, and multiplies others, of the tokens of prompt and output; 1 is off.
+    presence_penalty, frequency_penalty: taken from the logit of each output token, once and once per occurrence.
+    logit_bias: (token id, what is added to its logit), each id once.
+    top_logprobs: how many alternatives to report beside each token's log probability; None reports nothing.
     """
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0  # 0: no limit
     seed: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    top_logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.temperature) and 0.0 <= self.temperature <= 2.0):
-            raise BadRequest("temperature", f"must be a number in [0, 2], got {self.temperature}")
+        _require_between("temperature", self.temperature, 0.0, 2.0)
         if not (math.isfinite(self.top_p) and 0.0 < self.top_p <= 1.0):
             raise BadRequest("top_p", f"must be a number in (0, 1], got {self.top_p}")
         if self.top_k < 0:
             raise BadRequest("top_k", f"must be 0 (no limit) or positive, got {self.top_k}")
         if not 0 <= self.seed < 1 << SEED_BITS:
             raise BadRequest("seed", f"must be in [0, 2**{SEED_BITS}), got {self.seed}")
+        _require_between("min_p", self.min_p, 0.0, 1.0)
+        if not (math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0.0):
+            raise BadRequest("repetition_penalty", f"must be a number above 0, got {self.repetition_penalty}")
+        _require_between("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _require_between("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        if len(self.logit_bias) > MAX_LOGIT_BIASES:
+            raise BadRequest("logit_bias", f"at most {MAX_LOGIT_BIASES} tokens, got {len(self.logit_bias)}")
+        for token_id, bias in self.logit_bias:
+            _require_between(f"logit_bias.{token_id}", bias, -100.0, 100.0)
+        if self.top_logprobs is not None and not 0 <= self.top_logprobs <= MAX_TOP_LOGPROBS:
+            raise BadRequest("top_logprobs", f"must be in [0, {MAX_TOP_LOGPROBS}], got {self.top_logprobs}")
+
+    @property
+    def has_penalties(self) -> bool:
+        """The tokens so far change what is drawn next."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +141,16 @@ class TokenDelta:
     matched_stop: str | None = None  # the stop string that ended it
     message: str = ""  # why, when finish_reason is ERROR
     usage: WorkUsage | None = None  # with the first delta of a worker
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one per token, where the request asks for them
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Natural logarithms of the model's own probabilities for one output position: before bans, biases, penalties,
+    temperature and filters. `top` holds (token id, logprob), best first; of equals the lower id comes first."""
+
+    drawn: float
+    top: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,3 +163,9 @@ class WorkUsage:
     computed_tokens: int = 0  # prompt tokens this worker computed
     kv_blocks_received: int = 0
     kv_bytes_received: int = 0
+
+
+def _require_between(field: str, value: float, least: float, most: float) -> None:
+    """Raises BadRequest; NaN is in no range."""
+    if not least <= value <= most:
+        raise BadRequest(field, f"must be a number in [{least:g}, {most:g}], got {value}")

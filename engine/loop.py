@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from engine.runner import ModelRunner
 from engine.scheduler import Progress, Scheduler
-from engine.step import StepPlan
+from engine.step import Drawn, StepPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +68,6 @@ class EngineLoop:
             report = StepReport(duration_s, plan.num_tokens - num_decodes, num_decodes)
             self._on_step(self._scheduler.commit(plan, drawn), report)
 
-    def _compute(self, plan: StepPlan) -> tuple[list[int | None], float]:
+    def _compute(self, plan: StepPlan) -> tuple[Sequence[Drawn | None], float]:
         start_s = time.perf_counter()
         return self._runner.run(plan), time.perf_counter() - start_s

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 
 from core.blocks import KvGeometry
-from engine.step import StepPlan
+from engine.step import Drawn, StepPlan
 
 
 class ModelRunner(Protocol):
@@ -24,10 +25,10 @@ class ModelRunner(Protocol):
         """[num_blocks, num_layers, 2, num_kv_heads, ...], contiguous: a block is one run of `geometry.block_bytes`."""
         ...
 
-    def run(self, plan: StepPlan) -> list[int | None]:
+    def run(self, plan: StepPlan) -> Sequence[Drawn | None]:
         """Write the KV of every slice into its blocks and draw one token for each slice that asks for one.
 
-        Returns: for each slice, in order, the token id drawn, or None where `sample` is None.
+        Returns: for each slice, in order, what was drawn (engine.sampler.draw), or None where `sample` is None.
         Raises: InvariantBroken: a block table does not cover its slice, or a block id lies outside the pool.
         """
         ...

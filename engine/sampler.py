@@ -13,28 +13,48 @@ from typing import Final
 import torch
 
 from core.errors import InvariantBroken
-from engine.step import SampleSpec
+from core.request import TokenLogprobs
+from engine.step import Drawn, SampleSpec, ScoredToken
 
+LARGEST: Final = torch.finfo(torch.float32).max
 SORTED_PREFIX: Final = 1024  # top_p mostly keeps fewer tokens; only where it keeps more is the whole row sorted
 MASK_64: Final = (1 << 64) - 1
 GOLDEN_GAMMA: Final = 0x9E3779B97F4A7C15
 
 
+def draw(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> list[Drawn]:
+    """`sample`, with log probabilities for the specs that ask for them.
+
+    Args, Raises: see `sample`.
+    """
+    return [
+        token_id if spec.sampling.top_logprobs is None else _scored(row, token_id, spec.sampling.top_logprobs)
+        for row, token_id, spec in zip(logits, sample(logits, specs), specs, strict=True)
+    ]
+
+
 def sample(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> list[int]:
     """Draw a token for each row.
 
-    Filters apply in this order: banned ids, temperature, top_k, top_p (over what top_k kept, renormalised; the token
-    that crosses top_p is kept). Among equal logits the lower id comes first, in greedy choice too.
+    In this order, as vLLM has it:
+    1. logit_bias is added; 2. repetition_penalty; 3. frequency_penalty and presence_penalty; 4. banned ids drop out.
+    5. Greedy choice ends here. Else temperature;
+    6. min_p, top_k (of what min_p kept), top_p (over what both kept, renormalised; the token that crosses it is kept).
+    Among equal logits the lower id comes first, in greedy choice too.
 
     Args:
         logits: [num_rows, vocab_size], float32; not changed.
-        specs: one per row.
-    Raises: InvariantBroken: a row has a NaN, or no token that may be drawn.
+        specs: one per row; their token ids lie in the vocabulary.
+    Raises: InvariantBroken: a row has a NaN or an infinity, or no token that may be drawn.
     """
-    logits = _ban(logits, specs)
     best, greedy_ids = logits.max(dim=-1)
     if not bool(torch.isfinite(best).all()):
-        raise InvariantBroken("logits hold a NaN or an infinity, or every token is banned")
+        raise InvariantBroken("logits hold a NaN or an infinity")
+    if any(spec.changes_logits for spec in specs):
+        logits = _changed(logits, specs)
+        best, greedy_ids = logits.max(dim=-1)
+        if not bool(torch.isfinite(best).all()):
+            raise InvariantBroken("every token is banned")
     drawn: list[int] = greedy_ids.tolist()
     random_rows = [row for row, spec in enumerate(specs) if spec.sampling.temperature > 0.0]
     if random_rows:
@@ -61,15 +81,48 @@ def _mix(value: int) -> int:
     return value ^ (value >> 31)
 
 
-def _ban(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> torch.Tensor:
-    """A copy with the banned tokens at -inf; the same tensor where nothing is banned."""
-    rows = [row for row, spec in enumerate(specs) for _ in spec.banned_token_ids]
-    if not rows:
-        return logits
-    columns = [token for spec in specs for token in spec.banned_token_ids]
-    banned = logits.clone()
-    banned[rows, columns] = float("-inf")
-    return banned
+def _scored(logits: torch.Tensor, token_id: int, num_top: int) -> ScoredToken:
+    """The log probabilities of one row, [vocab_size], float32: of the token drawn, and of the best `num_top`."""
+    logprobs = logits.double().log_softmax(dim=0)
+    top: tuple[tuple[int, float], ...] = ()
+    if num_top:
+        least = logprobs.topk(min(num_top, len(logprobs))).values[-1]
+        candidates = (logprobs >= least).nonzero().squeeze(-1)  # lowest id first, which a stable sort keeps
+        best = candidates[logprobs[candidates].sort(descending=True, stable=True).indices[:num_top]]
+        top = tuple(zip(best.tolist(), logprobs[best].tolist(), strict=True))
+    return ScoredToken(token_id, TokenLogprobs(float(logprobs[token_id]), top))
+
+
+def _changed(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> torch.Tensor:
+    """A copy in which biases, penalties and bans are applied."""
+    changed = logits.clone()
+    for row, spec in zip(changed, specs, strict=True):
+        sampling = spec.sampling
+        if sampling.logit_bias:
+            token_ids, biases = zip(*sampling.logit_bias, strict=True)
+            row[list(token_ids)] += torch.tensor(biases)
+        if sampling.has_penalties:
+            _penalise(row, spec)
+        if spec.banned_token_ids:
+            row[list(spec.banned_token_ids)] = float("-inf")
+    return changed
+
+
+def _penalise(row: torch.Tensor, spec: SampleSpec) -> None:
+    """Apply the penalties to one row, [vocab_size], float32, in place.
+
+    Source: repetition_penalty: CTRL, arXiv:1909.05858, section 4.1, for negative logits as transformers and vLLM have
+        it; the others: OpenAI's API reference.
+    """
+    sampling = spec.sampling
+    if sampling.repetition_penalty != 1.0:
+        seen = torch.tensor(spec.prompt_token_ids + spec.output_token_ids).unique()
+        values, penalty = row[seen].double(), sampling.repetition_penalty
+        # Bounded: an extreme penalty must leave a token the best or the worst, not make it infinite.
+        row[seen] = torch.where(values > 0, values / penalty, values * penalty).clamp(-LARGEST, LARGEST).float()
+    if spec.output_token_ids and (sampling.presence_penalty or sampling.frequency_penalty):
+        token_ids, counts = torch.tensor(spec.output_token_ids).unique(return_counts=True)
+        row[token_ids] -= counts * sampling.frequency_penalty + sampling.presence_penalty
 
 
 def _draw(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> list[int]:
@@ -87,8 +140,13 @@ def _draw(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> list[int]:
 
 
 def _filter(weights: torch.Tensor, specs: Sequence[SampleSpec]) -> torch.Tensor:
-    """Zero the weights, [num_rows, vocab_size], float64, that top_k and top_p drop."""
+    """Zero the weights, [num_rows, vocab_size], float64, that min_p, top_k and top_p drop. The best weight is 1.
+
+    Source: min_p: arXiv:2407.01082.
+    """
     for row, spec in enumerate(specs):
+        if spec.sampling.min_p:
+            weights[row] *= weights[row] >= spec.sampling.min_p
         if spec.sampling.top_k or spec.sampling.top_p < 1.0:
             weights[row] *= _kept(weights[row], spec.sampling.top_k, spec.sampling.top_p)
     return weights

@@ -11,6 +11,7 @@ A step in flight owns its sequences: a request cancelled meanwhile gives its blo
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from core.errors import BadRequest, InvariantBroken
@@ -19,7 +20,7 @@ from core.membership import WorkerLoad
 from core.request import FinishReason, GenerateRequest, TokenDelta, WorkUsage
 from engine.block_pool import BlockPool
 from engine.sequence import ModelLimits, Sequence, StopWatchFactory
-from engine.step import StepPlan
+from engine.step import Drawn, ScoredToken, StepPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,13 +141,13 @@ class Scheduler:
         self._in_flight = StepPlan(tuple(self._running[name].slice(count) for name, count in chosen.items()))
         return self._in_flight
 
-    def commit(self, plan: StepPlan, drawn: list[int | None]) -> list[Progress]:
-        """Take the tokens drawn for each slice of the step in flight, in order."""
+    def commit(self, plan: StepPlan, drawn: Collection[Drawn | None]) -> list[Progress]:
+        """Take what was drawn for each slice of the step in flight, in order."""
         if plan is not self._in_flight or len(drawn) != len(plan.slices):
             raise InvariantBroken("commit of a step that is not in flight")
         self._in_flight = None
         progress = []
-        for item, token_id in zip(plan.slices, drawn, strict=True):
+        for item, answer in zip(plan.slices, drawn, strict=True):
             sequence = self._sequences[item.request_id]
             if sequence.cancelled:
                 self._forget(sequence)
@@ -154,7 +155,7 @@ class Scheduler:
             sequence.num_computed = item.end
             sequence.num_computed_prompt += max(0, min(item.end, sequence.request.num_prompt_tokens) - item.start)
             self._cache_full_blocks(sequence)
-            progress.append(self._advance(sequence, token_id))
+            progress.append(self._advance(sequence, answer))
         return progress
 
     def load(self) -> WorkerLoad:
@@ -241,10 +242,11 @@ class Scheduler:
             self.pool.cache(sequence.blocks[index], sequence.hashes[index])
         sequence.num_cached_blocks = num_full
 
-    def _advance(self, sequence: Sequence, token_id: int | None) -> Progress:
+    def _advance(self, sequence: Sequence, drawn: Drawn | None) -> Progress:
         table, computed = tuple(sequence.blocks), sequence.num_computed
-        if token_id is None:
+        if drawn is None:
             return Progress(sequence.request_id, computed, table, delta=None)
+        token_id, logprobs = (drawn.token_id, (drawn.logprobs,)) if isinstance(drawn, ScoredToken) else (drawn, ())
         reason, matched = sequence.append(token_id)
         delta = TokenDelta(
             request_id=sequence.request_id,
@@ -253,6 +255,7 @@ class Scheduler:
             finish_reason=reason,
             matched_stop=matched,
             usage=self._first_usage(sequence),
+            logprobs=logprobs,
         )
         if sequence.prefill_only:
             sequence.drop_blocks()

@@ -111,7 +111,16 @@ class Sequence:
         banned: tuple[int, ...] = ()
         if self.num_output + 1 <= stop.min_tokens:
             banned = tuple({*self.limits.eos_token_ids, *stop.stop_token_ids})
-        return SampleSpec(self.request.sampling, self.num_output, banned)
+        sampling, prompt = self.request.sampling, self.request.prompt_token_ids
+        if not sampling.has_penalties:
+            return SampleSpec(sampling, self.num_output, banned)
+        return SampleSpec(
+            sampling,
+            self.num_output,
+            banned,
+            prompt_token_ids=prompt if sampling.repetition_penalty != 1.0 else (),
+            output_token_ids=tuple(self.tokens[len(prompt) :]),
+        )
 
     def append(self, token_id: int) -> tuple[FinishReason | None, str | None]:
         """Add a drawn token. Returns why the request ends with it, and the stop string that ends it."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from core.request import SamplingParams
+from core.request import SamplingParams, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,11 +17,25 @@ class SampleSpec:
 
     `position` is the index of that token in the output (0 for the first), the only source of randomness
     beside `sampling.seed`. `banned_token_ids` cannot be drawn (EOS and stop ids before min_tokens).
+    `prompt_token_ids` and `output_token_ids` are what penalties look at: empty where none needs them.
     """
 
     sampling: SamplingParams
     position: int
     banned_token_ids: tuple[int, ...] = ()
+    prompt_token_ids: tuple[int, ...] = ()
+    output_token_ids: tuple[int, ...] = ()
+
+    @property
+    def changes_logits(self) -> bool:
+        """The draw is not from the model's own logits."""
+        sampling = self.sampling
+        return bool(self.banned_token_ids or sampling.logit_bias or sampling.has_penalties)
+
+    @property
+    def is_plain_greedy(self) -> bool:
+        """The answer is the id of the highest logit, and nothing else."""
+        return self.sampling.temperature == 0.0 and self.sampling.top_logprobs is None and not self.changes_logits
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +60,19 @@ class SequenceSlice:
 
 
 @dataclass(frozen=True, slots=True)
+class ScoredToken:
+    """A token drawn for a spec with `top_logprobs`."""
+
+    token_id: int
+    logprobs: TokenLogprobs
+
+
+Drawn = int | ScoredToken  # a bare id for all specs without `top_logprobs`
+
+
+@dataclass(frozen=True, slots=True)
 class StepPlan:
-    """All slices of one step. The runner answers with one token id, or None, for each slice in order."""
+    """All slices of one step. The runner answers with what it drew, or None, for each slice in order."""
 
     slices: tuple[SequenceSlice, ...]
 

@@ -14,8 +14,8 @@ from engine.attention.backend import AttentionBatch
 from engine.attention.cpu import CpuAttention
 from engine.model_config import ModelConfig
 from engine.models.decoder import DecoderModel
-from engine.sampler import sample
-from engine.step import SequenceSlice, StepPlan
+from engine.sampler import draw
+from engine.step import Drawn, SequenceSlice, StepPlan
 from engine.weights import load_weights
 
 KV_LAYOUT: Final = "block,layer,key-value,head,token,dim"
@@ -77,11 +77,11 @@ class TorchModelRunner:
         """See ModelRunner."""
         return self._kv_pool
 
-    def run(self, plan: StepPlan) -> list[int | None]:
+    def run(self, plan: StepPlan) -> list[Drawn | None]:
         """See ModelRunner."""
         specs = [item.sample for item in plan.slices if item.sample is not None]
         with torch.inference_mode():
-            drawn = iter(sample(self.logits(plan), specs))
+            drawn = iter(draw(self.logits(plan), specs))
         return [None if item.sample is None else next(drawn) for item in plan.slices]
 
     def logits(self, plan: StepPlan) -> torch.Tensor:
