@@ -116,13 +116,13 @@ def _penalise(row: torch.Tensor, spec: SampleSpec) -> None:
     """
     sampling = spec.sampling
     if sampling.repetition_penalty != 1.0:
-        seen = torch.tensor(spec.prompt_token_ids + spec.output_token_ids).unique()
+        seen = torch.tensor(spec.prompt_token_ids + spec.output_token_ids)  # a repeated id gets the same value twice
         values, penalty = row[seen].double(), sampling.repetition_penalty
         # Bounded: an extreme penalty must leave a token the best or the worst, not make it infinite.
         row[seen] = torch.where(values > 0, values / penalty, values * penalty).clamp(-LARGEST, LARGEST).float()
     if spec.output_token_ids and (sampling.presence_penalty or sampling.frequency_penalty):
-        token_ids, counts = torch.tensor(spec.output_token_ids).unique(return_counts=True)
-        row[token_ids] -= counts * sampling.frequency_penalty + sampling.presence_penalty
+        counts = torch.tensor(spec.output_token_ids).bincount(minlength=len(row))
+        row -= counts * sampling.frequency_penalty + (counts > 0) * sampling.presence_penalty
 
 
 def _draw(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> list[int]:

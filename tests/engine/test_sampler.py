@@ -2,14 +2,17 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from core.errors import InvariantBroken
 from core.request import SamplingParams
-from engine.sampler import SORTED_PREFIX, sample, uniform
-from engine.step import SampleSpec
+from engine.sampler import SORTED_PREFIX, draw, sample, uniform
+from engine.step import SampleSpec, ScoredToken
 
 CHI_SQUARE_999 = {2: 13.8, 7: 24.3}  # critical values at 0.999 by degrees of freedom; seeds are fixed, so no flakes
 NUM_DRAWS = 8000
@@ -104,11 +107,16 @@ def test_a_row_does_not_depend_on_the_others() -> None:
             position=row,
             top_k=(0, 1, 50, 2000)[row // 4 % 4],
             top_p=(1.0, 0.9, 0.3)[row % 3],
+            min_p=(0.0, 0.02)[row % 2],
             seed=row * 977,
             banned=(row,) if row % 5 == 0 else (),
+            repetition_penalty=(1.0, 1.3)[row % 7 == 0],
+            frequency_penalty=(0.0, 0.4)[row % 4 == 1],
+            logit_bias=((row, 3.5),) if row % 6 == 0 else (),  # type: ignore[arg-type]
         )
         for row in range(24)
     ]
+    specs = [replace(spec, prompt_token_ids=(1, 2), output_token_ids=(3, 3, row)) for row, spec in enumerate(specs)]
     alone = [sample(rows[row : row + 1], [specs[row]])[0] for row in range(24)]
     assert sample(rows, specs) == alone
     order = torch.randperm(24, generator=torch.Generator().manual_seed(4)).tolist()
@@ -139,3 +147,126 @@ def test_broken_logits_stop_the_process(bad: float) -> None:
 def test_banning_everything_is_a_bug() -> None:
     with pytest.raises(InvariantBroken):
         sample(torch.tensor([[0.0, 1.0]]), [_spec(banned=(0, 1))])
+
+
+PROMPT, OUTPUT = (0, 3, 3, 9), (2, 7, 7, 7, 3)
+WIDE = torch.randn(1, 64, generator=torch.Generator().manual_seed(5)) * 4
+
+
+def _best_first(logits: torch.Tensor, **sampling: Any) -> list[int]:
+    """All tokens in the order of their changed logits: greedy, each banned once it was drawn."""
+    spec = SampleSpec(SamplingParams(0.0, **sampling), len(OUTPUT), (), PROMPT, OUTPUT)
+    order: list[int] = []
+    while len(order) < logits.shape[1]:
+        order += sample(logits, [replace(spec, banned_token_ids=tuple(order))])
+    return order
+
+
+def _order(row: list[float]) -> list[int]:
+    return sorted(range(len(row)), key=lambda token: -row[token])
+
+
+@pytest.mark.parametrize("penalty", [0.5, 1.2, 3.0])
+def test_repetition_penalty_is_that_of_transformers(penalty: float) -> None:
+    processor = transformers.RepetitionPenaltyLogitsProcessor(penalty)
+    expected = processor(torch.tensor([PROMPT + OUTPUT]), WIDE.clone())[0]
+    assert expected.tolist() != WIDE[0].tolist()
+    assert _best_first(WIDE, repetition_penalty=penalty) == _order(expected.tolist())
+
+
+@pytest.mark.parametrize(("presence", "frequency"), [(1.5, 0.0), (0.0, 1.5), (-2.0, 0.7), (0.3, -1.1)])
+def test_presence_and_frequency_count_the_output_alone(presence: float, frequency: float) -> None:
+    expected = WIDE[0].tolist()
+    for token, count in Counter(OUTPUT).items():
+        expected[token] -= presence + count * frequency
+    order = _best_first(WIDE, presence_penalty=presence, frequency_penalty=frequency)
+    assert order == _order(expected)
+    assert order != _order(WIDE[0].tolist())
+
+
+def test_bias_comes_before_penalties_and_bans_come_last() -> None:
+    logits = torch.tensor([[1.0, 0.0, -3.0, 2.0]])
+    sampling = SamplingParams(0.0, repetition_penalty=2.0, presence_penalty=0.5, logit_bias=((2, 9.0), (3, -1.5)))
+    spec = SampleSpec(sampling, 1, (), (0,), (2,))
+    # 0: 1 / 2; 2: (-3 + 9) / 2 - 0.5; 3: 2 - 1.5, the equal of 0.
+    assert sample(logits, [spec]) == [2]
+    assert sample(logits, [replace(spec, banned_token_ids=(2,))]) == [0]
+    assert sample(logits, [replace(spec, banned_token_ids=(2, 0))]) == [3]
+    assert logits.tolist() == [[1.0, 0.0, -3.0, 2.0]]
+
+
+def test_logit_bias_forces_and_forbids() -> None:
+    assert set(_draws(LOGITS, 200, logit_bias=((1, 100.0),))) == {1}  # type: ignore[arg-type]
+    counts = _draws(LOGITS, logit_bias=((2, -100.0), (6, -100.0), (0, 1.0)))  # type: ignore[arg-type]
+    kept = {token: value + (token == 0) for token, value in enumerate(LOGITS) if token not in (2, 6)}
+    assert set(counts) == set(kept)
+    assert _chi_square(counts, _softmax(kept)) < CHI_SQUARE_999[7]
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.7])
+@pytest.mark.parametrize("min_p", [0.05, 0.2, 1.0])
+def test_min_p_is_that_of_transformers(min_p: float, temperature: float) -> None:
+    scaled = torch.tensor([LOGITS]) / temperature
+    kept = transformers.MinPLogitsWarper(min_p)(torch.tensor([[0]]), scaled)[0]
+    expected = {token: value for token, value in enumerate(kept.tolist()) if math.isfinite(value)}
+    counts = _draws(LOGITS, temperature=temperature, min_p=min_p)
+    assert _chi_square(counts, _softmax(expected)) < CHI_SQUARE_999[7]
+
+
+def test_top_p_counts_within_min_p() -> None:
+    logits = [math.log(share) for share in (0.4, 0.25, 0.2, 0.15)]
+    assert set(_draws(logits, 400, min_p=0.6, top_p=0.6)) == {0}  # 0.4 of 0.65 is over 0.6
+    assert set(_draws(logits, 400, top_p=0.6)) == {0, 1}
+
+
+@pytest.mark.parametrize("penalty", [5e-324, 1e-300, 1e300])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_an_extreme_penalty_breaks_nothing(penalty: float, temperature: float) -> None:
+    logits = torch.tensor([[0.0, -2.0, 3.0, 1.0]])
+    spec = SampleSpec(SamplingParams(temperature, repetition_penalty=penalty), 2, (), (0, 1, 2), (3,))
+    assert sample(logits, [spec])[0] in range(4)
+
+
+def test_an_infinity_that_a_penalty_would_hide_is_still_seen() -> None:
+    spec = SampleSpec(SamplingParams(0.0, repetition_penalty=2.0), 0, (), (0,))
+    with pytest.raises(InvariantBroken):
+        sample(torch.tensor([[float("inf"), 1.0]]), [spec])
+
+
+def test_only_plain_greedy_is_plain() -> None:
+    assert SampleSpec(SamplingParams(0.0), 3).is_plain_greedy
+    assert not SampleSpec(SamplingParams(0.0), 3, (5,)).is_plain_greedy
+    changes: list[dict[str, Any]] = [
+        {"temperature": 0.1},
+        {"repetition_penalty": 1.1},
+        {"presence_penalty": -0.1},
+        {"frequency_penalty": 0.1},
+        {"logit_bias": ((1, 1.0),)},
+        {"top_logprobs": 0},
+    ]
+    for change in changes:
+        assert not SampleSpec(SamplingParams(**{"temperature": 0.0, **change}), 3).is_plain_greedy, change
+
+
+def test_logprobs_are_the_models_own() -> None:
+    """Whatever else the request asks for, and for those rows alone that ask."""
+    logits = torch.tensor([LOGITS, LOGITS, LOGITS])
+    expected = torch.tensor(LOGITS).double().log_softmax(dim=0).tolist()
+    sampling = SamplingParams(0.5, top_k=1, presence_penalty=2.0, logit_bias=((1, 100.0),), top_logprobs=3)
+    specs = [SampleSpec(sampling, 1, (2,), (), (6,)), _spec(temperature=0.0), _spec(temperature=0.0, top_logprobs=0)]
+    scored, plain, alone = draw(logits, specs)
+    assert isinstance(scored, ScoredToken) and isinstance(alone, ScoredToken)
+    assert (scored.token_id, plain, alone.token_id) == (1, 2, 2)
+    assert scored.logprobs.drawn == pytest.approx(expected[1], rel=1e-12)
+    assert scored.logprobs.top == tuple((token, pytest.approx(expected[token], rel=1e-12)) for token in (2, 6, 3))
+    assert (alone.logprobs.drawn, alone.logprobs.top) == (pytest.approx(expected[2], rel=1e-12), ())
+
+
+def test_of_equal_logprobs_the_lower_id_comes_first() -> None:
+    logits = torch.zeros(1, 50_000)
+    logits[0, [17, 40, 49_999]] = 3.0
+    [scored] = draw(logits, [_spec(temperature=0.0, top_logprobs=5)])
+    assert isinstance(scored, ScoredToken)
+    assert [token for token, _ in scored.logprobs.top] == [17, 40, 49_999, 0, 1]
+    [narrow] = draw(logits[:, :2], [_spec(temperature=0.0, top_logprobs=20)])
+    assert isinstance(narrow, ScoredToken) and len(narrow.logprobs.top) == 2

@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core.errors import BadRequest, InvariantBroken
-from core.request import FinishReason, GenerateRequest, SamplingParams, StopConditions
+from core.request import FinishReason, GenerateRequest, SamplingParams, StopConditions, TokenLogprobs
 from engine.block_pool import BlockPool
 from engine.scheduler import Progress, Scheduler, SchedulerConfig
 from engine.sequence import ModelLimits
+from engine.step import ScoredToken
 from tests.engine.token_memory import TokenMemory, undisturbed
 
 BLOCK_SIZE = 4
@@ -277,3 +278,35 @@ def test_any_mix_says_what_each_says_alone(seed: int) -> None:
         alone = undisturbed(prompt, max_tokens)
         said = bench.outputs[name]
         assert said == (alone[: len(said)] if name in cancelled else alone)
+
+
+def test_penalties_see_prompt_and_output_and_cost_nothing_when_off() -> None:
+    sampling = SamplingParams(0.0, repetition_penalty=1.2)
+    bench = Bench()
+    bench.add(GenerateRequest("on", (1, 2, 3), sampling, StopConditions(max_tokens=4)))
+    bench.add(GenerateRequest("presence", (1, 2, 3), SamplingParams(presence_penalty=1), StopConditions(max_tokens=4)))
+    bench.add(request("off", (1, 2, 3), max_tokens=4))
+    for position in range(4):
+        plan = bench.scheduler.plan()
+        assert plan is not None
+        specs = {item.request_id: item.sample for item in plan.slices}
+        seen = {name: (spec.prompt_token_ids, spec.output_token_ids) for name, spec in specs.items() if spec}
+        assert seen["on"] == ((1, 2, 3), tuple(bench.outputs["on"]))
+        assert seen["presence"] == ((), tuple(bench.outputs["presence"]))
+        assert seen["off"] == ((), ())
+        assert len(bench.outputs["on"]) == position
+        bench.take(bench.scheduler.commit(plan, bench.memory.run(plan)))
+    bench.assert_empty()
+
+
+def test_logprobs_reach_the_delta() -> None:
+    bench = Bench()
+    bench.add(request("scored", (1, 2, 3), max_tokens=4))
+    bench.add(request("bare", (1, 2, 3), max_tokens=4))
+    plan = bench.scheduler.plan()
+    assert plan is not None
+    logprobs = TokenLogprobs(-0.5, ((7, -0.5), (8, -1.5)))
+    scored, bare = bench.scheduler.commit(plan, [ScoredToken(7, logprobs), 8])
+    assert scored.delta is not None and bare.delta is not None
+    assert (scored.delta.token_ids, scored.delta.logprobs) == ((7,), (logprobs,))
+    assert (bare.delta.token_ids, bare.delta.logprobs) == ((8,), ())
