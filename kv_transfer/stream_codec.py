@@ -5,6 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import TypeVar, assert_never
 
+from tandem.v1 import logprobs_pb2
 from tandem.v1 import worker_pb2 as pb
 
 from core.errors import BadRequest
@@ -25,7 +26,15 @@ from core.messages import (
     StartPrefill,
     StepOutput,
 )
-from core.request import FinishReason, GenerateRequest, SamplingParams, StopConditions, TokenDelta, WorkUsage
+from core.request import (
+    FinishReason,
+    GenerateRequest,
+    SamplingParams,
+    StopConditions,
+    TokenDelta,
+    TokenLogprobs,
+    WorkUsage,
+)
 
 _ROLE_TO_PROTO = {Role.PREFILL: pb.ROLE_PREFILL, Role.DECODE: pb.ROLE_DECODE}
 _ROLE_FROM_PROTO = {value: role for role, value in _ROLE_TO_PROTO.items()}
@@ -188,6 +197,12 @@ def _encode_request(request: GenerateRequest) -> pb.WorkerRequest:
         ignore_eos=stop.ignore_eos,
         cache_salt=request.cache_salt,
         tenant=request.tenant,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        logit_bias=dict(sampling.logit_bias),
+        top_logprobs=sampling.top_logprobs,
     )
 
 
@@ -195,7 +210,18 @@ def _decode_request(message: pb.WorkerRequest) -> GenerateRequest:
     return GenerateRequest(
         request_id=message.request_id,
         prompt_token_ids=tuple(message.prompt_token_ids),
-        sampling=SamplingParams(message.temperature, message.top_p, message.top_k, message.seed),
+        sampling=SamplingParams(
+            temperature=message.temperature,
+            top_p=message.top_p,
+            top_k=message.top_k,
+            seed=message.seed,
+            min_p=message.min_p,
+            repetition_penalty=message.repetition_penalty,
+            presence_penalty=message.presence_penalty,
+            frequency_penalty=message.frequency_penalty,
+            logit_bias=tuple(sorted(message.logit_bias.items())),
+            top_logprobs=message.top_logprobs if message.HasField("top_logprobs") else None,
+        ),
         stop=StopConditions(
             max_tokens=message.max_tokens,
             min_tokens=message.min_tokens,
@@ -237,6 +263,7 @@ def _encode_delta(delta: TokenDelta) -> pb.TokenDelta:
         matched_stop=delta.matched_stop or "",
         message=delta.message,
         usage=_encode_usage(delta.usage) if delta.usage is not None else None,
+        logprobs=[encode_logprobs(item) for item in delta.logprobs],
     )
 
 
@@ -249,7 +276,17 @@ def _decode_delta(message: pb.TokenDelta) -> TokenDelta:
         matched_stop=message.matched_stop or None,
         message=message.message,
         usage=_decode_usage(message.usage) if message.HasField("usage") else None,
+        logprobs=tuple(_decode_logprobs(item) for item in message.logprobs),
     )
+
+
+def encode_logprobs(logprobs: TokenLogprobs) -> logprobs_pb2.TokenLogprobs:
+    top = [logprobs_pb2.TokenLogprob(token_id=token_id, logprob=value) for token_id, value in logprobs.top]
+    return logprobs_pb2.TokenLogprobs(drawn=logprobs.drawn, top=top)
+
+
+def _decode_logprobs(message: logprobs_pb2.TokenLogprobs) -> TokenLogprobs:
+    return TokenLogprobs(message.drawn, tuple((item.token_id, item.logprob) for item in message.top))
 
 
 def _encode_usage(usage: WorkUsage) -> pb.WorkUsage:

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 from tandem.v1 import worker_pb2 as pb
 
 from core.errors import BadRequest
 from core.identity import CacheIdentity
-from core.membership import WorkerRef
+from core.membership import WorkerLoad, WorkerRef
+from core.messages import StartGeneration, StepOutput
+from core.request import (
+    FinishReason,
+    GenerateRequest,
+    SamplingParams,
+    StopConditions,
+    TokenDelta,
+    TokenLogprobs,
+    WorkUsage,
+)
 from kv_transfer.pool_codec import decode_pool, encode_pool
-from kv_transfer.stream_codec import decode_answer
+from kv_transfer.stream_codec import decode_answer, decode_command, encode_answer, encode_command
 from kv_transfer.transport import PoolDescription
 
 DESCRIPTION = PoolDescription(
@@ -39,6 +49,49 @@ def test_every_field_is_on_the_wire() -> None:
 
     assert names(pb.PeerDescription) == {item.name for item in fields(PoolDescription)}
     assert names(pb.CacheIdentity) == {item.name for item in fields(CacheIdentity)}
+
+
+SAMPLING = SamplingParams(
+    temperature=0.7,
+    top_p=0.9,
+    top_k=5,
+    seed=2**63 - 1,
+    min_p=0.05,
+    repetition_penalty=1.1,
+    presence_penalty=-0.5,
+    frequency_penalty=1.5,
+    logit_bias=((0, -100.0), (49_151, 0.1)),
+    top_logprobs=0,
+)
+STOP = StopConditions(max_tokens=9, min_tokens=2, stop_token_ids=(7,), stop_strings=("\n", "END"), ignore_eos=True)
+REQUEST = GenerateRequest("r1", (1, 2, 3), SAMPLING, STOP, cache_salt="salt", tenant="tenant")
+DELTA = TokenDelta(
+    request_id="r1",
+    position=3,
+    token_ids=(5, 6),
+    finish_reason=FinishReason.STOP,
+    matched_stop="END",
+    message="why",
+    usage=WorkUsage(1, 2, 3, 4, 5),
+    logprobs=(TokenLogprobs(-0.1), TokenLogprobs(-2.5, ((6, -0.2), (0, -1.0 / 3.0)))),
+)
+
+
+def over_the_wire(request: GenerateRequest) -> GenerateRequest:
+    payload = encode_command(StartGeneration(request)).SerializeToString()
+    command = decode_command(pb.ConnectRequest.FromString(payload))
+    assert isinstance(command, StartGeneration)
+    return command.request
+
+
+def test_requests_and_deltas_come_out_whole() -> None:
+    assert all(getattr(SAMPLING, item.name) != item.default for item in fields(SamplingParams)), "a field is not tried"
+    assert over_the_wire(REQUEST) == REQUEST
+    bare = replace(REQUEST, sampling=SamplingParams())
+    assert over_the_wire(bare) == bare
+    assert all(getattr(DELTA, item.name) != item.default for item in fields(TokenDelta)), "a field is not tried"
+    answer = StepOutput((DELTA, TokenDelta("r2", 0, (1,))), WorkerLoad())
+    assert decode_answer(pb.ConnectResponse.FromString(encode_answer(answer).SerializeToString())) == answer
 
 
 def test_a_reason_of_a_later_revision_is_refused() -> None:
