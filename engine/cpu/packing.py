@@ -12,7 +12,8 @@ from torch.nn import functional
 from engine.cpu.memory import HugeMemory
 from engine.weights import LayerWeights, ModelWeights
 
-PANEL_COLUMNS: Final = 64
+PANEL_COLUMNS: Final = 32
+TILE_COLUMNS: Final = 64
 NUM_LANES: Final = 16
 UNIT_BYTES: Final = 4
 
@@ -67,7 +68,8 @@ def pack_weights(weights: ModelWeights, dtype: torch.dtype) -> PackedWeights:
 
 
 def pack_matrix(matrix: torch.Tensor, dtype: torch.dtype, memory: HugeMemory) -> torch.Tensor:
-    """Pack [num_outputs, num_inputs] into [num_panels, num_steps, 64 outputs, values of a unit], filled up with zeros.
+    """Pack [num_outputs, num_inputs] into [num_panels, num_steps, 32 outputs, values of a unit], filled up with zeros
+    to whole tiles of 64 outputs.
 
     A unit is 4 bytes: one float32 input or two neighbouring bfloat16 inputs of an output.
     """
@@ -88,6 +90,11 @@ def interleave_halves(gate_up: torch.Tensor) -> torch.Tensor:
     return rows.transpose(0, 1).reshape(gate_up.shape)
 
 
+def pad_columns(count: int) -> int:
+    """To whole tiles."""
+    return -(-count // TILE_COLUMNS) * TILE_COLUMNS
+
+
 def _matrices(weights: ModelWeights) -> Iterator[torch.Tensor]:
     for layer in weights.layers:
         yield from _layer_matrices(layer)
@@ -100,7 +107,8 @@ def _layer_matrices(layer: LayerWeights) -> tuple[torch.Tensor, ...]:
 
 def _packed_shape(matrix: torch.Tensor, dtype: torch.dtype) -> tuple[int, int]:
     """Panels and steps."""
-    return -(-matrix.shape[0] // PANEL_COLUMNS), -(-matrix.shape[1] * dtype.itemsize // UNIT_BYTES)
+    num_panels = pad_columns(matrix.shape[0]) // PANEL_COLUMNS
+    return num_panels, -(-matrix.shape[1] * dtype.itemsize // UNIT_BYTES)
 
 
 def _packed_bytes(matrix: torch.Tensor, dtype: torch.dtype) -> int:

@@ -15,10 +15,10 @@ from core.errors import BadRequest, InvariantBroken
 from engine.cpu.build import KernelsUnavailable, build_library
 from engine.cpu.library import Int32Array, KernelEngine, KernelLibrary
 from engine.cpu.memory import HugeMemory
-from engine.cpu.packing import PANEL_COLUMNS, pack_weights
+from engine.cpu.packing import pack_weights, pad_columns
 from engine.model_config import ModelConfig
-from engine.sampler import sample
-from engine.step import SampleSpec, SequenceSlice, StepPlan
+from engine.sampler import draw
+from engine.step import Drawn, SampleSpec, SequenceSlice, StepPlan
 from engine.weights import ModelWeights, load_weights
 
 PAGE_TOKENS: Final = 16
@@ -69,7 +69,7 @@ class CpuModelRunner:
             (num_blocks, config.num_layers, 2, config.num_kv_heads, block_size * config.head_dim), DTYPES[dtype]
         )
         self._engine = KernelEngine(library, config, pack_weights(weights, DTYPES[dtype]), self._kv_pool)
-        self._logits = torch.empty((0, -(-config.vocab_size // PANEL_COLUMNS) * PANEL_COLUMNS))
+        self._logits = torch.empty((0, pad_columns(config.vocab_size)))
 
     @staticmethod
     def load(
@@ -99,7 +99,7 @@ class CpuModelRunner:
         The order inside a page is `kv_layout`'s."""
         return self._kv_pool
 
-    def run(self, plan: StepPlan) -> list[int | None]:
+    def run(self, plan: StepPlan) -> list[Drawn | None]:
         """See ModelRunner."""
         logits, greedy_ids = self._compute(plan.slices)
         specs = [item.sample for item in plan.slices if item.sample is not None]
@@ -183,10 +183,9 @@ def _outside(ids: Int32Array, bound: int) -> bool:
     return bool(len(ids)) and not 0 <= int(ids.min()) <= int(ids.max()) < bound
 
 
-def _draw(logits: torch.Tensor, greedy_ids: list[int], specs: Sequence[SampleSpec]) -> list[int]:
-    """One token per row: the kernels' own choice where all rows are greedy, finite and free of bans."""
-    is_plain = all(spec.sampling.temperature == 0.0 and not spec.banned_token_ids for spec in specs)
-    if is_plain and -1 not in greedy_ids:
+def _draw(logits: torch.Tensor, greedy_ids: Sequence[int], specs: Sequence[SampleSpec]) -> Sequence[Drawn]:
+    """One token per row: the kernels' own choice where nothing else is asked for and all logits are finite."""
+    if all(spec.is_plain_greedy for spec in specs) and -1 not in greedy_ids:
         return greedy_ids
     with torch.inference_mode():
-        return sample(logits, specs)
+        return draw(logits, specs)

@@ -56,13 +56,13 @@ class UnitEngine final : public Engine {
           group_(model.num_heads / model.num_kv_heads),
           query_size_(model.num_heads * model.head_dim),
           kv_size_(model.num_kv_heads * model.head_dim),
-          hidden_stride_(pad_to_panel(model.hidden_size)),
-          qkv_stride_(pad_to_panel(query_size_ + 2 * kv_size_)) {
+          hidden_stride_(pad_columns(model.hidden_size)),
+          qkv_stride_(pad_columns(query_size_ + 2 * kv_size_)) {
         operands_ = operands_memory_.reserve(block_rows * units(hidden_stride_));
         projected_ = projected_memory_.reserve(block_rows * qkv_stride_);
         queries_ = queries_memory_.reserve(block_rows * units(query_size_));
         attended_ = attended_memory_.reserve(block_rows * units(query_size_));
-        gated_ = gated_memory_.reserve(block_rows * units(pad_to_panel(model.intermediate_size)));
+        gated_ = gated_memory_.reserve(block_rows * units(pad_columns(model.intermediate_size)));
         rounded_head_ = rounded_head_memory_.reserve(units(model.head_dim));
     }
 
@@ -137,7 +137,7 @@ class UnitEngine final : public Engine {
 
     void feed_forward_part(int layer, float* residual, int num_rows) {
         const TandemLayer& weights = layers_[layer];
-        const long gated_stride = units(pad_to_panel(model_.intermediate_size));
+        const long gated_stride = units(pad_columns(model_.intermediate_size));
         normalise_rows(residual, weights.feed_forward_norm, num_rows);
         multiply(operands_, units(hidden_stride_), num_rows,
                  PackedMatrix<Unit>(weights.gate_up, 2 * model_.intermediate_size, model_.hidden_size),
@@ -191,7 +191,7 @@ class UnitEngine final : public Engine {
 
     void write_logits(const TandemStep& step) {
         const PackedMatrix<Unit> head(model_.head, model_.vocab_size, model_.hidden_size);
-        const long logits_stride = pad_to_panel(model_.vocab_size);
+        const long logits_stride = pad_columns(model_.vocab_size);
         for (int first = 0; first < step.num_logit_rows; first += block_rows) {
             const int num_rows = std::min(block_rows, step.num_logit_rows - first);
             for (int row = 0; row < num_rows; ++row)

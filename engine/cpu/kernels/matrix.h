@@ -5,12 +5,16 @@
 
 namespace tandem {
 
-constexpr int panel_columns = 64;
+constexpr int panel_vectors = 2, panel_columns = panel_vectors * num_lanes;
 
-constexpr int pad_to_panel(int count) { return (count + panel_columns - 1) / panel_columns * panel_columns; }
+// Columns of all matrices and rows of all activations are filled up to whole tiles, so that no kernel has a remainder.
+constexpr int tile_columns = 64;
+static_assert(tile_columns % (tile_vectors * num_lanes) == 0);
 
-// A weight matrix [num_outputs, num_inputs], packed as [num_panels][num_steps][64 outputs] units; the last panel is
-// filled up with zeros (engine/cpu/packing.py packs it).
+constexpr int pad_columns(int count) { return (count + tile_columns - 1) / tile_columns * tile_columns; }
+
+// A weight matrix [num_outputs, num_inputs], packed as [num_panels][num_steps][32 outputs] units and filled up with
+// zeros (engine/cpu/packing.py packs it).
 template <class Unit>
 struct PackedMatrix {
     const Unit* panels;
@@ -19,7 +23,7 @@ struct PackedMatrix {
 
     PackedMatrix(const void* packed, int num_outputs, int num_inputs)
         : panels(static_cast<const Unit*>(packed)),
-          num_panels(pad_to_panel(num_outputs) / panel_columns),
+          num_panels(pad_columns(num_outputs) / panel_columns),
           num_steps((num_inputs + values_per_unit<Unit> - 1) / values_per_unit<Unit>) {}
 };
 
@@ -70,28 +74,41 @@ struct StoreSwiglu {
     }
 };
 
-// Hand all outputs of `num_rows` rows to `finish`. left: rows `left_stride` units apart, in cache as far as possible:
-// every panel meets all rows before the next one is read. Panels are one plain stream, which the processor fetches
-// ahead by itself; asking for the next panel early, or cutting panels into parts that fit the first-level cache, made
-// every number of rows slower.
+// One tile of outputs: `panels` begins with the first of the panels that its columns take.
+template <class Unit, int Rows, int Columns, class Finish>
+TANDEM_INLINE void multiply_tile(const Unit* left, long left_stride, const Unit* panels, int num_steps, int first_row,
+                                 int first_column, Finish finish) {
+    const long panel_units = static_cast<long>(num_steps) * panel_columns;
+    const Unit* right[Columns];
+    for (int column = 0; column < Columns; ++column)
+        right[column] = panels + column / panel_vectors * panel_units + column % panel_vectors * num_lanes;
+    Tile<Rows, Columns> sums = {};
+    accumulate<Unit, Rows, Columns>(sums, left + first_row * left_stride, left_stride, right, panel_columns, num_steps);
+    finish(sums, first_row, first_column);
+}
+
+// Hand all outputs of `num_rows` rows to `finish`. left: rows `left_stride` units apart, in cache as far as possible.
+//
+// Weights come from memory as one plain stream, which the processor fetches ahead by itself. A few rows share one high
+// tile, whose products hide the wait; more rows share wide tiles, which ask less of the cache that the panels are in.
 template <class Unit, class Finish>
 void multiply(const Unit* left, long left_stride, int num_rows, const PackedMatrix<Unit>& matrix, Finish finish) {
     const long panel_units = static_cast<long>(matrix.num_steps) * panel_columns;
-    for (int panel = 0; panel < matrix.num_panels; ++panel) {
-        const Unit* units = matrix.panels + panel * panel_units;
-        visit_parts<max_tile_rows>(num_rows, [=](auto rows, int first_row) __attribute__((always_inline)) {
-            constexpr int Rows = decltype(rows)::value;
-            for (int first_column = 0; first_column < panel_columns; first_column += tile_vectors * num_lanes) {
-                const Unit* right[tile_vectors];
-                for (int column = 0; column < tile_vectors; ++column)
-                    right[column] = units + first_column + column * num_lanes;
-                Tile<Rows, tile_vectors> sums = {};
-                accumulate<Unit, Rows, tile_vectors>(sums, left + first_row * left_stride, left_stride, right,
-                                                     panel_columns, matrix.num_steps);
-                finish(sums, first_row, panel * panel_columns + first_column);
-            }
+    if (num_rows <= max_high_tile_rows) {
+        with_constant<1, max_high_tile_rows>(num_rows, [=](auto rows) {
+            for (int panel = 0; panel < matrix.num_panels; ++panel)
+                multiply_tile<Unit, decltype(rows)::value, panel_vectors>(
+                    left, left_stride, matrix.panels + panel * panel_units, matrix.num_steps, 0,
+                    panel * panel_columns, finish);
         });
+        return;
     }
+    for (int panel = 0; panel < matrix.num_panels; panel += tile_vectors / panel_vectors)
+        visit_parts<max_tile_rows>(num_rows, [=](auto rows, int first_row) TANDEM_INLINE_LAMBDA {
+            multiply_tile<Unit, decltype(rows)::value, tile_vectors>(
+                left, left_stride, matrix.panels + panel * panel_units, matrix.num_steps, first_row,
+                panel * panel_columns, finish);
+        });
 }
 
 }  // namespace tandem

@@ -20,7 +20,8 @@
 #define TANDEM_AVX512_BF16 0
 #endif
 
-#define TANDEM_INLINE inline __attribute__((always_inline))
+#define TANDEM_INLINE_LAMBDA __attribute__((always_inline))
+#define TANDEM_INLINE inline TANDEM_INLINE_LAMBDA
 
 namespace tandem {
 

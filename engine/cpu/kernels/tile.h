@@ -11,11 +11,12 @@
 
 namespace tandem {
 
-// As many accumulators as the registers hold beside one factor and a row of columns.
+// As many accumulators as the registers hold beside one factor and a row of columns: wide tiles of few rows, or high
+// ones of two columns.
 #if TANDEM_AVX512
-constexpr int max_tile_rows = 6, tile_vectors = 4;
+constexpr int max_tile_rows = 6, tile_vectors = 4, max_high_tile_rows = 12;
 #else
-constexpr int max_tile_rows = 3, tile_vectors = 2;
+constexpr int max_tile_rows = 3, tile_vectors = 2, max_high_tile_rows = 3;
 #endif
 
 template <int Rows, int Columns>
@@ -30,7 +31,7 @@ TANDEM_INLINE void accumulate(Tile<Rows, Columns>& tile, const Unit* left, long 
         decltype(load(right[0])) columns[Columns];
 #pragma GCC unroll 4
         for (int column = 0; column < Columns; ++column) columns[column] = load(right[column] + step * right_stride);
-#pragma GCC unroll 6
+#pragma GCC unroll 12
         for (int row = 0; row < Rows; ++row) {
             const auto factor = broadcast(left[row * left_stride + step]);
 #pragma GCC unroll 4
@@ -40,11 +41,11 @@ TANDEM_INLINE void accumulate(Tile<Rows, Columns>& tile, const Unit* left, long 
     }
 }
 
-// Call visit(std::integral_constant<int, Size>) for a `size` of 1 to Most that only the running program knows.
-template <int Most, class Visit>
+// Call visit(std::integral_constant<int, Size>) for a `size` of Least to Most that only the running program knows.
+template <int Least, int Most, class Visit>
 TANDEM_INLINE void with_constant(int size, Visit&& visit) {
-    if constexpr (Most > 1) {
-        if (size < Most) return with_constant<Most - 1>(size, visit);
+    if constexpr (Least < Most) {
+        if (size < Most) return with_constant<Least, Most - 1>(size, visit);
     }
     visit(std::integral_constant<int, Most>{});
 }
@@ -55,7 +56,7 @@ TANDEM_INLINE void visit_parts(int count, Visit&& visit) {
     int parts_left = (count + Most - 1) / Most;
     for (int first = 0; first < count; --parts_left) {
         const int size = (count - first + parts_left - 1) / parts_left;
-        with_constant<Most>(size, [&](auto constant) { visit(constant, first); });
+        with_constant<1, Most>(size, [&](auto constant) TANDEM_INLINE_LAMBDA { visit(constant, first); });
         first += size;
     }
 }

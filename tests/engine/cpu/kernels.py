@@ -11,7 +11,7 @@ import torch
 
 from engine.cpu.build import build_library
 from engine.cpu.memory import HugeMemory
-from engine.cpu.packing import interleave_halves, pack_matrix
+from engine.cpu.packing import interleave_halves, pack_matrix, pad_columns
 
 SOURCE: Final = Path(__file__).parent / "kernels_under_test.cpp"
 PAGE_TOKENS: Final = 16
@@ -21,11 +21,6 @@ def units(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Rows in `dtype`, filled up with zeros to whole units of 4 bytes."""
     missing = -rows.shape[-1] % (4 // dtype.itemsize)
     return torch.nn.functional.pad(rows.to(dtype), (0, missing)).contiguous()
-
-
-def pad(count: int) -> int:
-    """To whole panels of 64."""
-    return -(-count // 64) * 64
 
 
 class Kernels:
@@ -39,7 +34,7 @@ class Kernels:
         """left @ matrix.T, [rows, outputs] float32, both in one dtype; added to `onto` where that is given."""
         rows, packed = units(left, left.dtype), _packed(matrix)
         num_outputs, num_inputs = matrix.shape
-        output = torch.full((len(left), pad(num_outputs)), float("nan"))
+        output = torch.full((len(left), pad_columns(num_outputs)), float("nan"))
         if onto is not None:
             output[:, :num_outputs] = onto
         self._call("multiply", left.dtype, rows, len(left), packed, num_outputs, num_inputs, output, onto is not None)
@@ -49,7 +44,7 @@ class Kernels:
         """silu(left @ gate.T) * (left @ up.T), [rows, outputs] in left's dtype."""
         num_outputs = len(gate_up) // 2
         rows, packed = units(left, left.dtype), _packed(interleave_halves(gate_up))
-        output = torch.zeros(len(left), pad(num_outputs), dtype=left.dtype)
+        output = torch.zeros(len(left), pad_columns(num_outputs), dtype=left.dtype)
         self._call("swiglu", left.dtype, rows, len(left), packed, num_outputs, gate_up.shape[1], output)
         return output[:, :num_outputs]
 
@@ -123,4 +118,6 @@ def _argument(argument: object) -> object:
 
 def _packed(matrix: torch.Tensor) -> torch.Tensor:
     """In memory of its own, which ends where the matrix ends."""
-    return pack_matrix(matrix, matrix.dtype, HugeMemory(pad(len(matrix)) * (matrix.shape[1] + 1) * 4)).contiguous()
+    return pack_matrix(
+        matrix, matrix.dtype, HugeMemory(pad_columns(len(matrix)) * (matrix.shape[1] + 1) * 4)
+    ).contiguous()

@@ -15,7 +15,7 @@ struct Kernels {
                                 float* output, int adds) {
         const PackedMatrix<Unit> matrix(packed, num_outputs, num_inputs);
         const auto* rows = static_cast<const Unit*>(left);
-        const long stride = pad_to_panel(num_outputs);
+        const long stride = pad_columns(num_outputs);
         if (adds)
             multiply(rows, matrix.num_steps, num_rows, matrix, AddSums{output, stride});
         else
@@ -25,7 +25,7 @@ struct Kernels {
     static void multiply_swiglu(const void* left, int num_rows, const void* packed, int num_outputs, int num_inputs,
                                 void* output) {
         const PackedMatrix<Unit> matrix(packed, 2 * num_outputs, num_inputs);
-        const long stride = pad_to_panel(num_outputs) / values_per_unit<Unit>;
+        const long stride = pad_columns(num_outputs) / values_per_unit<Unit>;
         multiply(static_cast<const Unit*>(left), matrix.num_steps, num_rows, matrix,
                  StoreSwiglu<Unit>{static_cast<Unit*>(output), stride});
     }

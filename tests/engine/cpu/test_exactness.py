@@ -52,7 +52,7 @@ def test_golden_tokens_in_float32_from_chunked_prompts(default_cpu_runner: CpuMo
 
 
 def test_bfloat16_differs_only_where_two_tokens_are_close(model_folder: Path) -> None:
-    cases = golden_cases()
+    cases = [case for case in golden_cases() if len(case["prompt_ids"]) <= 300]
     runner = CpuModelRunner.load(model_folder, "bfloat16", num_blocks=512)
     outputs = generate(runner, [case["prompt_ids"] for case in cases], [24] * len(cases), chunk_tokens=2048)
     for case, output in zip(cases, outputs, strict=True):
