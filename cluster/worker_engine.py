@@ -10,12 +10,12 @@ from core.identity import SCHEMA_REVISION, CacheIdentity
 from core.request import GenerateRequest
 from engine.block_pool import BlockPool
 from engine.digest import tokenizer_digest, weights_digest
+from engine.load_runner import load_runner
 from engine.runner import ModelRunner
 from engine.scheduler import Scheduler, SchedulerConfig
 from engine.sequence import ModelLimits, StopWatch
 from engine.stop_watch import TextStopWatch
 from engine.tokenizer import Tokenizer
-from engine.torch_runner import TorchModelRunner
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ def build_engine(config: WorkerConfig) -> Engine:
     """Load weights and tokenizer. Raises BadModel or BadRequest naming what cannot be served."""
     folder = config.model_folder
     tokenizer = Tokenizer.load(folder)
-    runner = TorchModelRunner.load(
+    runner = load_runner(
         folder, config.dtype, config.num_blocks, config.block_size, progress=lambda line: logger.info("%s", line)
     )
     geometry = runner.geometry
