@@ -28,8 +28,8 @@ def draw(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> list[Drawn]:
     Args, Raises: see `sample`.
     """
     return [
-        token_id if spec.sampling.top_logprobs is None else _scored(row, token_id, spec.sampling.top_logprobs)
-        for row, token_id, spec in zip(logits, sample(logits, specs), specs, strict=True)
+        token_id if spec.sampling.top_logprobs is None else _scored(logits[row], token_id, spec.sampling.top_logprobs)
+        for row, (token_id, spec) in enumerate(zip(sample(logits, specs), specs, strict=True))
     ]
 
 
