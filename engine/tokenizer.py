@@ -36,6 +36,11 @@ class Tokenizer:
         self._backend = backend
         self._prefix = [] if bos_token_id is None else [bos_token_id]
         self._chat_template = chat_template
+        self._special_names = {
+            index: token.content.encode()
+            for index, token in backend.get_added_tokens_decoder().items()
+            if token.special
+        }
         self._token_bytes = _token_bytes(backend)
 
     @staticmethod
@@ -85,6 +90,11 @@ class Tokenizer:
     def decoder(self) -> IncrementalDecoder:
         """A decoder for one stream of tokens."""
         return IncrementalDecoder(self._token_bytes)
+
+    def spelling(self, token_id: int) -> bytes:
+        """The bytes of one token, which need not be whole characters; of a special token, which has no text, those of
+        its name ("<|im_end|>"); of an unknown id none."""
+        return self._token_bytes.get(token_id) or self._special_names.get(token_id, b"")
 
     def _encode(self, field: str, text: str) -> list[int]:
         try:

@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from core.errors import BadRequest, InvariantBroken
-from core.request import FinishReason, GenerateRequest, Placement, TokenDelta
+from core.request import FinishReason, GenerateRequest, Placement, TokenDelta, TokenLogprobs
 from engine.stop import StopStrings
 from router.front.errors import GenerationFailed
 from router.front.intake import Draft, Intake, ServedModel, TextDecoder, Tokenizer
 from router.front.meter import Endpoint, Meter
+from router.front.spelling import Speller
 from router.front.usage import Usage, UsageSum
 from telemetry.metrics import RouterMetrics
 
@@ -46,6 +47,7 @@ class TextDelta:
     usage: Usage
     finish_reason: FinishReason | None = None
     matched_stop: str | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one per token, where the request asks for them
 
 
 class Front:
@@ -74,6 +76,10 @@ class Front:
     def meter(self, endpoint: Endpoint, request_id: str) -> Meter:
         """The books of a request that arrives now; enter it before anything can fail."""
         return Meter(self.metrics, endpoint, request_id, self._clock)
+
+    def speller(self) -> Speller:
+        """Spells the tokens of one output."""
+        return Speller(self._tokenizer)
 
     async def prepare(self, draft: Draft) -> GenerateRequest:
         """Check and tokenise. Raises: BadRequest: naming the field in Draft's words."""
@@ -131,7 +137,7 @@ class _Output:
         elif finish_reason is not None:
             tail, matched = self._flush(delta.matched_stop)
             text += tail
-        return TextDelta(delta.token_ids, text, self._usage.total(), finish_reason, matched)
+        return TextDelta(delta.token_ids, text, self._usage.total(), finish_reason, matched, delta.logprobs)
 
     def _search(self, delta: TokenDelta) -> tuple[str, str | None]:
         """New text and the stop string it completes; text of the tokens before `min_tokens` is not searched."""

@@ -16,6 +16,7 @@ from tandem.v1 import inference_pb2, inference_pb2_grpc
 
 from core.errors import BadRequest
 from core.request import Placement
+from kv_transfer.stream_codec import encode_logprobs
 from router.front.errors import edge_error, renamed
 from router.front.generation import Front, TextDelta
 from router.front.intake import ChatMessage, Draft, Prompt
@@ -44,6 +45,12 @@ _FIELD_NAMES: Final[Mapping[str, str]] = {
     "top_p": "sampling.top_p",
     "top_k": "sampling.top_k",
     "seed": "sampling.seed",
+    "min_p": "sampling.min_p",
+    "repetition_penalty": "sampling.repetition_penalty",
+    "presence_penalty": "sampling.presence_penalty",
+    "frequency_penalty": "sampling.frequency_penalty",
+    "logit_bias": "sampling.logit_bias",
+    "top_logprobs": "sampling.top_logprobs",
     "max_tokens": "stopping.max_tokens",
     "min_tokens": "stopping.min_tokens",
     "stop": "stopping.stop",
@@ -165,6 +172,12 @@ def _draft(request: inference_pb2.GenerateRequest, request_id: str, served_name:
         top_p=sampling.top_p if sampling.HasField("top_p") else None,
         top_k=sampling.top_k,
         seed=sampling.seed if sampling.HasField("seed") else None,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty if sampling.HasField("repetition_penalty") else None,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        logit_bias=sampling.logit_bias,
+        top_logprobs=sampling.top_logprobs if sampling.HasField("top_logprobs") else None,
         max_tokens=stopping.max_tokens if stopping.HasField("max_tokens") else None,
         min_tokens=stopping.min_tokens,
         stop_strings=tuple(stopping.stop),
@@ -193,7 +206,12 @@ def _names_for(request: inference_pb2.GenerateRequest) -> Mapping[str, str]:
 
 
 def _response(request_id: str, delta: TextDelta) -> inference_pb2.GenerateResponse:
-    response = inference_pb2.GenerateResponse(request_id=request_id, token_ids=delta.token_ids, text=delta.text)
+    response = inference_pb2.GenerateResponse(
+        request_id=request_id,
+        token_ids=delta.token_ids,
+        text=delta.text,
+        logprobs=[encode_logprobs(item) for item in delta.logprobs],
+    )
     if delta.finish_reason is not None:
         usage = delta.usage
         response.finish_reason = delta.finish_reason

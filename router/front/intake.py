@@ -49,6 +49,8 @@ class Tokenizer(Protocol):
 
     def decoder(self) -> TextDecoder: ...
 
+    def spelling(self, token_id: int) -> bytes: ...
+
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
@@ -84,6 +86,12 @@ class Draft:
     top_p: float | None = None
     top_k: int | None = None
     seed: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: Mapping[int, float] | None = None
+    top_logprobs: int | None = None
     max_tokens: int | None = None
     min_tokens: int = 0
     stop_strings: tuple[str, ...] = ()
@@ -135,12 +143,21 @@ class Intake:
 
     def _sampling(self, draft: Draft) -> SamplingParams:
         """A seed that was not given is drawn here, so that the log can name it and every worker agrees on it."""
-        return SamplingParams(
+        sampling = SamplingParams(
             temperature=1.0 if draft.temperature is None else draft.temperature,
             top_p=1.0 if draft.top_p is None else draft.top_p,
             top_k=min(draft.top_k or 0, self._model.vocab_size),  # a larger one limits nothing
             seed=secrets.randbits(SEED_BITS) if draft.seed is None else draft.seed,
+            min_p=draft.min_p or 0.0,
+            repetition_penalty=1.0 if draft.repetition_penalty is None else draft.repetition_penalty,
+            presence_penalty=draft.presence_penalty or 0.0,
+            frequency_penalty=draft.frequency_penalty or 0.0,
+            logit_bias=tuple(sorted((draft.logit_bias or {}).items())),
+            top_logprobs=draft.top_logprobs,
         )
+        for token_id, _bias in sampling.logit_bias:
+            self._require_in_vocabulary(f"logit_bias.{token_id}", token_id)
+        return sampling
 
     def _check_stops(self, draft: Draft) -> None:
         """Before `min_tokens` no stop id may be drawn, so some other token must be left: a worker without one ends."""

@@ -6,13 +6,15 @@ import json
 from collections.abc import Sequence
 from typing import Any, Final, Protocol
 
-from core.request import FinishReason
+from core.request import FinishReason, TokenLogprobs
 from router.front.generation import TextDelta
 from router.front.intake import ServedModel
 from router.front.openai_schema import Body
+from router.front.spelling import SpelledPosition, SpelledToken, Speller
 from router.front.usage import Usage
 
 DONE_FRAME: Final = b"data: [DONE]\n\n"
+Logprobs = dict[str, list[Any] | None]  # a choice's `logprobs`
 
 
 def frame(value: dict[str, Any]) -> bytes:
@@ -31,12 +33,16 @@ class Shape(Protocol):
         """The choice that opens a stream, if this endpoint has one."""
         ...
 
-    def piece(self, text: str, finish_reason: FinishReason | None) -> dict[str, Any]:
-        """The choice of one chunk. An empty text without a finish reason never gets here."""
+    def piece(self, text: str, finish_reason: FinishReason | None, logprobs: Logprobs | None) -> dict[str, Any]:
+        """The choice of one chunk."""
         ...
 
-    def whole(self, text: str, finish_reason: FinishReason) -> dict[str, Any]:
+    def whole(self, text: str, finish_reason: FinishReason, logprobs: Logprobs | None) -> dict[str, Any]:
         """The choice of an answer in one piece."""
+        ...
+
+    def logprobs(self, positions: Sequence[SpelledPosition]) -> Logprobs:
+        """The log probabilities of some output positions."""
         ...
 
 
@@ -51,17 +57,24 @@ class ChatShape:
         delta = {"role": "assistant", "content": ""}
         return {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}
 
-    def piece(self, text: str, finish_reason: FinishReason | None) -> dict[str, Any]:
+    def piece(self, text: str, finish_reason: FinishReason | None, logprobs: Logprobs | None) -> dict[str, Any]:
         return {
             "index": 0,
             "delta": {"content": text} if text else {},
-            "logprobs": None,
+            "logprobs": logprobs,
             "finish_reason": finish_reason,
         }
 
-    def whole(self, text: str, finish_reason: FinishReason) -> dict[str, Any]:
+    def whole(self, text: str, finish_reason: FinishReason, logprobs: Logprobs | None) -> dict[str, Any]:
         message = {"role": "assistant", "content": text, "refusal": None}
-        return {"index": 0, "message": message, "logprobs": None, "finish_reason": finish_reason}
+        return {"index": 0, "message": message, "logprobs": logprobs, "finish_reason": finish_reason}
+
+    def logprobs(self, positions: Sequence[SpelledPosition]) -> Logprobs:
+        content = [
+            {**_chat_token(position.drawn), "top_logprobs": [_chat_token(token) for token in position.top]}
+            for position in positions
+        ]
+        return {"content": content, "refusal": None}
 
 
 class CompletionShape:
@@ -74,19 +87,30 @@ class CompletionShape:
     def opening(self) -> dict[str, Any] | None:
         return None
 
-    def piece(self, text: str, finish_reason: FinishReason | None) -> dict[str, Any]:
-        return {"text": text, "index": 0, "logprobs": None, "finish_reason": finish_reason}
+    def piece(self, text: str, finish_reason: FinishReason | None, logprobs: Logprobs | None) -> dict[str, Any]:
+        return {"text": text, "index": 0, "logprobs": logprobs, "finish_reason": finish_reason}
 
-    def whole(self, text: str, finish_reason: FinishReason) -> dict[str, Any]:
-        return self.piece(text, finish_reason)
+    def whole(self, text: str, finish_reason: FinishReason, logprobs: Logprobs | None) -> dict[str, Any]:
+        return self.piece(text, finish_reason, logprobs)
+
+    def logprobs(self, positions: Sequence[SpelledPosition]) -> Logprobs:
+        return {
+            "tokens": [_completion_token(position.drawn) for position in positions],
+            "token_logprobs": [position.drawn.logprob for position in positions],
+            "top_logprobs": [_alternatives(position) for position in positions],
+            "text_offset": [position.text_offset for position in positions],
+        }
 
 
 class Answer:
     """One request's answer: the same head on every object of it."""
 
-    def __init__(self, shape: Shape, model: ServedModel, body: Body, request_id: str, created_s: int) -> None:
+    def __init__(
+        self, shape: Shape, model: ServedModel, body: Body, speller: Speller, request_id: str, created_s: int
+    ) -> None:
         self._shape = shape
         self._body = body
+        self._speller = speller
         self._head = {
             "id": shape.id_prefix + request_id,
             "created": created_s,
@@ -101,10 +125,11 @@ class Answer:
 
     def delta_frames(self, delta: TextDelta) -> bytes:
         """The chunks for one delta: text, then the finish by itself, as OpenAI sends them."""
-        piece = self._with_token_ids(self._shape.piece(delta.text, None), delta.token_ids)
-        frames = self._chunk(piece, delta.usage) if delta.text or self._body.return_token_ids else b""
+        piece = self._shape.piece(delta.text, None, self._logprobs(delta.token_ids, delta.logprobs))
+        has_news = delta.text or delta.logprobs or self._body.return_token_ids
+        frames = self._chunk(self._with_token_ids(piece, delta.token_ids), delta.usage) if has_news else b""
         if delta.finish_reason is not None:
-            frames += self._chunk(self._shape.piece("", delta.finish_reason), delta.usage)
+            frames += self._chunk(self._shape.piece("", delta.finish_reason, None), delta.usage)
         return frames
 
     def usage_frames(self, usage: Usage) -> bytes:
@@ -113,10 +138,12 @@ class Answer:
             return b""
         return frame({**self._chunk_head(), "choices": [], "usage": usage_object(usage)})
 
-    def whole(self, text: str, token_ids: Sequence[int], last: TextDelta) -> dict[str, Any]:
+    def whole(
+        self, text: str, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], last: TextDelta
+    ) -> dict[str, Any]:
         """The answer in one piece."""
         assert last.finish_reason is not None, "only the last delta closes an answer"
-        choice = self._shape.whole(text, last.finish_reason)
+        choice = self._shape.whole(text, last.finish_reason, self._logprobs(token_ids, logprobs))
         return {
             "object": self._shape.whole_object,
             **self._head,
@@ -134,8 +161,35 @@ class Answer:
         """vLLM's extension of a choice, when the caller asked for it."""
         return {**choice, "token_ids": list(token_ids)} if self._body.return_token_ids else choice
 
+    def _logprobs(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> Logprobs | None:
+        return self._shape.logprobs(self._speller.push(token_ids, logprobs)) if logprobs else None
+
     def _chunk_head(self) -> dict[str, Any]:
         return {"object": self._shape.chunk_object, **self._head}
+
+
+def _chat_token(token: SpelledToken) -> dict[str, Any]:
+    return {"token": _escaped(token.raw), "logprob": token.logprob, "bytes": list(token.raw)}
+
+
+def _completion_token(token: SpelledToken) -> str:
+    """As OpenAI marks tokens that are not whole characters where there is no `bytes` beside them."""
+    text = _escaped(token.raw)
+    return text if text.encode() == token.raw else f"bytes:{text}"
+
+
+def _alternatives(position: SpelledPosition) -> dict[str, float]:
+    """The best tokens, best first, and the drawn one, which is always there. Where two are spelled alike the better
+    one stays."""
+    spelled: dict[str, float] = {}
+    for token in (*position.top, position.drawn):
+        spelled.setdefault(_completion_token(token), token.logprob)
+    return spelled
+
+
+def _escaped(raw: bytes) -> str:
+    r"""Text with bytes that are no UTF-8 written as \x and two digits, as OpenAI does."""
+    return raw.decode("utf-8", errors="backslashreplace")
 
 
 def usage_object(usage: Usage) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from aiohttp.typedefs import Handler, Middleware
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from core.errors import BadRequest, TandemError
-from core.request import GenerateRequest
+from core.request import GenerateRequest, TokenLogprobs
 from router.front.errors import EdgeError, edge_error, renamed
 from router.front.generation import Front, TextDelta
 from router.front.intake import MODEL_NOT_FOUND
@@ -104,7 +104,8 @@ class OpenAiEndpoints:
         self, http: web.Request, body: Body, shape: Shape, request_id: str, meter: Meter
     ) -> web.StreamResponse:
         request = await self._front.prepare(body.draft(request_id))
-        answer = Answer(shape, self._front.model, body, request_id, int(self._front.wall_clock()))
+        created_s = int(self._front.wall_clock())
+        answer = Answer(shape, self._front.model, body, self._front.speller(), request_id, created_s)
         if body.streamed:
             return await self._stream(http, body, request, answer, meter)
         return await self._whole(body, request, answer, meter)
@@ -112,12 +113,14 @@ class OpenAiEndpoints:
     async def _whole(self, body: Body, request: GenerateRequest, answer: Answer, meter: Meter) -> web.Response:
         pieces: list[str] = []
         token_ids: list[int] = []
+        logprobs: list[TokenLogprobs] = []
         async with aclosing(self._front.generate(request, body.placement, meter)) as deltas:
             async for delta in deltas:
                 pieces.append(delta.text)
                 token_ids += delta.token_ids
+                logprobs += delta.logprobs
                 if delta.finish_reason is not None:
-                    return web.json_response(answer.whole("".join(pieces), token_ids, delta))
+                    return web.json_response(answer.whole("".join(pieces), token_ids, logprobs, delta))
         raise AssertionError("Front.generate ends with a finish reason or an error")
 
     async def _stream(

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Final, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Tag, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationError
 from pydantic_core import PydanticCustomError
 
 from core.errors import BadRequest
@@ -14,7 +14,10 @@ from core.request import Placement
 from router.front.intake import ChatMessage, Draft, Prompt
 
 BODY: Final = "body"
-_TAGS: Final = frozenset({"<text>", "<list>"})  # pydantic puts a union's tag into the path; callers never wrote it
+# pydantic puts a union's tag, and "[key]" where a map's key is wrong, into the path; callers never wrote them.
+_TAGS: Final = frozenset({"<text>", "<list>", "[key]"})
+MAX_COMPLETION_LOGPROBS: Final = 5
+MAX_TOKEN_ID_DIGITS: Final = 10
 _MESSAGES: Final = {
     "extra_forbidden": "is not a known field",
     "missing": "is required",
@@ -57,12 +60,18 @@ def _one_prompt(value: Any) -> Any:
     return value[0]
 
 
+def _token_id(key: Any) -> int:
+    """JSON spells a map's keys as texts."""
+    if not (isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) <= MAX_TOKEN_ID_DIGITS):
+        raise PydanticCustomError("token_id", "must be a token id")
+    return int(key)
+
+
+TokenId = Annotated[int, BeforeValidator(_token_id)]
 Text = Annotated[str, AfterValidator(_valid_unicode)]
 Absent = Annotated[Any, _only(None)]
 AbsentOrFalse = Annotated[Any, _only(None, False)]
 AbsentOrEmptyList = Annotated[Any, _only(None, [])]
-AbsentOrEmptyMap = Annotated[Any, _only(None, {})]
-AbsentOrZero = Annotated[Any, _only(None, 0, 0.0)]
 AbsentOrOne = Annotated[Any, _only(None, 1)]
 
 
@@ -121,6 +130,11 @@ class Body(_Strict):
     top_p: float | None = None
     top_k: int | None = None
     seed: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[TokenId, float] | None = None
     stop: (
         Annotated[
             Annotated[Text, Tag("<text>")] | Annotated[list[Text], Tag("<list>")],
@@ -137,9 +151,6 @@ class Body(_Strict):
     metadata: dict[str, Text] | None = None
     store: AbsentOrFalse = None
     n: AbsentOrOne = None
-    presence_penalty: AbsentOrZero = None
-    frequency_penalty: AbsentOrZero = None
-    logit_bias: AbsentOrEmptyMap = None
     return_token_ids: bool | None = None
     tandem: TandemOptions | None = None
 
@@ -168,6 +179,10 @@ class Body(_Strict):
         """How many tokens the caller allows, under whichever name."""
         return self.max_tokens
 
+    def top_logprobs_asked(self) -> int | None:
+        """How many alternatives to report with each log probability; None where none were asked for."""
+        raise NotImplementedError
+
     def field_names(self) -> dict[str, str]:
         """How this caller spelled the intake's fields, where it differs."""
         return {}
@@ -182,6 +197,12 @@ class Body(_Strict):
             top_p=self.top_p,
             top_k=self.top_k,
             seed=self.seed,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            logit_bias=self.logit_bias,
+            top_logprobs=self.top_logprobs_asked(),
             max_tokens=self.max_tokens_asked(),
             min_tokens=self.min_tokens or 0,
             stop_strings=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
@@ -202,8 +223,8 @@ class ChatBody(Body):
     messages: list[Message]
     max_completion_tokens: int | None = None
     response_format: Annotated[Any, _only(None, {"type": "text"})] = None
-    logprobs: AbsentOrFalse = None
-    top_logprobs: AbsentOrZero = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
     tools: AbsentOrEmptyList = None
     tool_choice: Annotated[Any, _only(None, "none")] = None
 
@@ -212,6 +233,9 @@ class ChatBody(Body):
 
     def max_tokens_asked(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    def top_logprobs_asked(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
 
     def field_names(self) -> dict[str, str]:
         names = {"prompt": "messages"}
@@ -223,6 +247,8 @@ class ChatBody(Body):
         super().require_consistent()
         if self.max_tokens is not None and self.max_tokens_asked() != self.max_tokens:
             raise BadRequest("max_completion_tokens", "differs from max_tokens; give one of them")
+        if self.top_logprobs and not self.logprobs:
+            raise BadRequest("top_logprobs", "is allowed only with logprobs: true")
 
 
 class CompletionBody(Body):
@@ -235,11 +261,14 @@ class CompletionBody(Body):
     ]
     best_of: AbsentOrOne = None
     echo: AbsentOrFalse = None
-    logprobs: Annotated[Any, _only(None, False, 0)] = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_COMPLETION_LOGPROBS)] | None = None
     suffix: Annotated[Any, _only(None, "")] = None
 
     def prompt_value(self) -> Prompt:
         return self.prompt if isinstance(self.prompt, str) else tuple(self.prompt)
+
+    def top_logprobs_asked(self) -> int | None:
+        return self.logprobs
 
 
 BodyType = TypeVar("BodyType", bound=Body)

@@ -61,6 +61,13 @@ def test_special_tokens_are_read_and_not_shown(tokenizer: Tokenizer) -> None:
     assert tokenizer.decode(ids) == "user"
 
 
+def test_spellings_join_to_the_text(tokenizer: Tokenizer) -> None:
+    for text in TEXTS:
+        assert b"".join(tokenizer.spelling(token_id) for token_id in tokenizer.encode(text)) == text.encode()
+    assert b"\xf0" in b"".join(tokenizer.spelling(token_id)[:1] for token_id in tokenizer.encode("🎉"))
+    assert (tokenizer.spelling(2), tokenizer.spelling(tokenizer.vocab_size)) == (b"<|im_end|>", b"")
+
+
 @settings(max_examples=200, deadline=None)
 @given(ids=st.lists(st.integers(0, 49151), max_size=12), data=st.data())
 def test_decoder_joins_to_decode(

@@ -7,7 +7,7 @@ import codecs
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 
 from core.errors import BadRequest
-from core.request import FinishReason, GenerateRequest, Placement, TokenDelta, WorkUsage
+from core.request import FinishReason, GenerateRequest, Placement, TokenDelta, TokenLogprobs, WorkUsage
 from router.front.intake import ServedModel
 
 END = 256
@@ -37,6 +37,9 @@ class ByteTokenizer:
 
     def decoder(self) -> ByteDecoder:
         return ByteDecoder()
+
+    def spelling(self, token_id: int) -> bytes:
+        return b"<end>" if token_id == END else bytes([token_id])
 
 
 class ByteDecoder:
@@ -94,6 +97,28 @@ def says(
                 finish_reason=finish_reason if last else None,
                 matched_stop=matched_stop if last else None,
                 usage=work[position] if position < len(work) else None,
+            )
+
+    return script
+
+
+def says_scored(text: str, tokens_a_delta: int = 1) -> Script:
+    """Ends with the end token. Position i has log probability -i - 0.5, and before it as many alternatives as were
+    asked for, the bytes 0xF0 and up, with -0.25 each; nothing when none was asked for."""
+
+    async def script(request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
+        token_ids = [*text.encode(), END]
+        num_top = request.sampling.top_logprobs
+        top = tuple((0xF0 + index, -0.25) for index in range(num_top or 0))
+        logprobs = [TokenLogprobs(-position - 0.5, top) for position in range(len(token_ids)) if num_top is not None]
+        for start in range(0, len(token_ids), tokens_a_delta):
+            end = start + tokens_a_delta
+            yield TokenDelta(
+                request_id=request.request_id,
+                position=start,
+                token_ids=tuple(token_ids[start:end]),
+                finish_reason=FinishReason.STOP if end >= len(token_ids) else None,
+                logprobs=tuple(logprobs[start:end]),
             )
 
     return script

@@ -7,7 +7,7 @@ from typing import Any
 
 import grpc
 import pytest
-from front_fakes import END, MODEL, ScriptedDispatcher, floods, says, says_then_hangs, says_then_raises
+from front_fakes import END, MODEL, ScriptedDispatcher, floods, says, says_scored, says_then_hangs, says_then_raises
 from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -15,7 +15,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 from tandem.v1 import inference_pb2, inference_pb2_grpc
 
 from core.errors import InvariantBroken, Rejected, RejectReason, TandemError, WorkerLost
-from core.request import FinishReason, Placement, WorkUsage
+from core.request import FinishReason, Placement, SamplingParams, WorkUsage
 from router.front.grpc_service import SERVICE_NAME, GrpcFront
 
 BOUND_S = 5.0
@@ -67,6 +67,30 @@ async def test_generate(channel: grpc.aio.Channel, dispatcher: ScriptedDispatche
     assert dispatcher.placements == [Placement.REMOTE]
 
 
+async def test_penalties_and_logprobs(channel: grpc.aio.Channel, dispatcher: ScriptedDispatcher) -> None:
+    dispatcher.script = says_scored("hi")
+    asked = inference_pb2.Sampling(
+        min_p=0.5,
+        repetition_penalty=1.5,
+        presence_penalty=-1,
+        frequency_penalty=0.25,
+        logit_bias={9: -1, 0: 100},
+        top_logprobs=1,
+    )
+    responses = await generate(channel, ask(sampling=asked))
+    sampled = dispatcher.requests[0].sampling
+    assert (sampled.min_p, sampled.repetition_penalty) == (0.5, 1.5)
+    assert (sampled.presence_penalty, sampled.frequency_penalty) == (-1.0, 0.25)
+    assert sampled.logit_bias == ((0, 100.0), (9, -1.0))
+    scores = [item for response in responses for item in response.logprobs]
+    assert [item.drawn for item in scores] == [-0.5, -1.5, -2.5]
+    assert all([(top.token_id, top.logprob) for top in item.top] == [(0xF0, -0.25)] for item in scores)
+    bare = await generate(channel, ask())
+    assert not any(response.logprobs for response in bare)
+    neutral = dispatcher.requests[1].sampling
+    assert neutral == SamplingParams(seed=neutral.seed)
+
+
 async def test_every_kind_of_input(channel: grpc.aio.Channel, dispatcher: ScriptedDispatcher) -> None:
     await generate(channel, ask(token_ids=inference_pb2.TokenIds(ids=[104, 105])))
     chat = inference_pb2.ChatMessages(messages=[inference_pb2.ChatMessage(role="developer", content="be")])
@@ -106,6 +130,13 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (sampling(temperature=float("nan")), "sampling.temperature"),
     (sampling(top_p=float("inf")), "sampling.top_p"),
     (sampling(seed=2**63), "sampling.seed"),
+    (sampling(min_p=1.5), "sampling.min_p"),
+    (sampling(repetition_penalty=0), "sampling.repetition_penalty"),
+    (sampling(presence_penalty=float("nan")), "sampling.presence_penalty"),
+    (sampling(frequency_penalty=-3), "sampling.frequency_penalty"),
+    (sampling(logit_bias={257: 1}), "sampling.logit_bias.257"),
+    (sampling(logit_bias={7: float("inf")}), "sampling.logit_bias.7"),
+    (sampling(top_logprobs=21), "sampling.top_logprobs"),
     (stopping(max_tokens=63), "stopping.max_tokens"),
     (stopping(max_tokens=0), "stopping.max_tokens"),
     (stopping(min_tokens=63), "stopping.min_tokens"),

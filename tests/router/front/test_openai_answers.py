@@ -8,9 +8,9 @@ from typing import Any
 import aiohttp
 import openai
 import pytest
-from front_fakes import END, MODEL, ScriptedDispatcher, says
+from front_fakes import END, MODEL, ScriptedDispatcher, says, says_scored
 
-from core.request import FinishReason, Placement, WorkUsage
+from core.request import FinishReason, Placement, SamplingParams, WorkUsage
 
 CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
 
@@ -185,14 +185,17 @@ async def test_every_option_reaches_the_request(client: openai.AsyncOpenAI, disp
         user="someone",
         metadata={"a": "b"},
         store=False,
-        presence_penalty=0,
-        frequency_penalty=0.0,
-        logit_bias={},
-        logprobs=False,
+        presence_penalty=-2,
+        frequency_penalty=0.5,
+        logit_bias={"256": -100, "0": 0.25},  # type: ignore[dict-item]
+        logprobs=True,
+        top_logprobs=4,
         tools=[],
         response_format={"type": "text"},
         extra_body={
             "top_k": 1000,
+            "min_p": 0.05,
+            "repetition_penalty": 1.25,
             "min_tokens": 2,
             "stop_token_ids": [END],
             "ignore_eos": True,
@@ -203,6 +206,9 @@ async def test_every_option_reaches_the_request(client: openai.AsyncOpenAI, disp
     request = dispatcher.requests[0]
     assert (request.sampling.temperature, request.sampling.top_p, request.sampling.seed) == (0.5, 0.9, 3)
     assert request.sampling.top_k == MODEL.vocab_size, "a larger limit limits nothing"
+    assert (request.sampling.min_p, request.sampling.repetition_penalty) == (0.05, 1.25)
+    assert (request.sampling.presence_penalty, request.sampling.frequency_penalty) == (-2.0, 0.5)
+    assert (request.sampling.logit_bias, request.sampling.top_logprobs) == (((0, 0.25), (256, -100.0)), 4)
     assert (request.stop.max_tokens, request.stop.min_tokens, request.stop.ignore_eos) == (9, 2, True)
     assert (request.stop.stop_strings, request.stop.stop_token_ids) == (("x", "y"), (END,))
     assert request.cache_salt == "salt"
@@ -211,9 +217,85 @@ async def test_every_option_reaches_the_request(client: openai.AsyncOpenAI, disp
 
 async def test_null_is_not_given(http: aiohttp.ClientSession, dispatcher: ScriptedDispatcher) -> None:
     names = ["max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "stream", "stream_options", "n", "tandem"]
+    names += ["min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias"]
+    names += ["logprobs", "top_logprobs"]
     async with http.post("/v1/chat/completions", json={**CHAT, **dict.fromkeys(names)}) as response:
         assert response.status == 200
-    assert dispatcher.requests[0].sampling.temperature == 1.0
+    sampling = dispatcher.requests[0].sampling
+    assert sampling == SamplingParams(seed=sampling.seed)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_chat_logprobs(client: openai.AsyncOpenAI, dispatcher: ScriptedDispatcher, streamed: bool) -> None:
+    dispatcher.script = says_scored("hé")
+    asked: Any = {**CHAT, "logprobs": True, "top_logprobs": 2, "stream": streamed}
+    answer = await client.chat.completions.create(**asked)
+    choices = [chunk.choices[0] async for chunk in answer] if streamed else [answer.choices[0]]
+    content = [item for choice in choices if choice.logprobs for item in choice.logprobs.content or []]
+    assert [(item.token, item.bytes, item.logprob) for item in content] == [
+        ("h", [0x68], -0.5),
+        ("\\xc3", [0xC3], -1.5),
+        ("\\xa9", [0xA9], -2.5),
+        ("<end>", list(b"<end>"), -3.5),
+    ]
+    for item in content:
+        tops = [(top.token, top.bytes, top.logprob) for top in item.top_logprobs]
+        assert tops == [("\\xf0", [0xF0], -0.25), ("\\xf1", [0xF1], -0.25)]
+
+
+@pytest.mark.parametrize("asked", [{"logprobs": True}, {"logprobs": True, "top_logprobs": 0}])
+async def test_chat_logprobs_without_alternatives(
+    client: openai.AsyncOpenAI, dispatcher: ScriptedDispatcher, asked: dict[str, Any]
+) -> None:
+    dispatcher.script = says_scored("hi")
+    logprobs = (await client.chat.completions.create(**CHAT, **asked)).choices[0].logprobs
+    assert logprobs is not None and logprobs.content is not None
+    assert [(item.logprob, item.top_logprobs) for item in logprobs.content] == [(-0.5, []), (-1.5, []), (-2.5, [])]
+
+
+@pytest.mark.parametrize("asked", [{}, {"logprobs": False}, {"logprobs": False, "top_logprobs": 0}])
+async def test_no_logprobs_unless_asked(
+    client: openai.AsyncOpenAI, dispatcher: ScriptedDispatcher, asked: dict[str, Any]
+) -> None:
+    dispatcher.script = says_scored("hi")
+    assert (await client.chat.completions.create(**CHAT, **asked)).choices[0].logprobs is None
+    assert dispatcher.requests[0].sampling.top_logprobs is None
+
+
+@pytest.mark.parametrize("tokens_a_delta", [1, 3])
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_completion_logprobs(
+    client: openai.AsyncOpenAI, dispatcher: ScriptedDispatcher, streamed: bool, tokens_a_delta: int
+) -> None:
+    dispatcher.script = says_scored("hé!", tokens_a_delta)
+    asked: Any = {"model": "tiny", "prompt": "hi", "logprobs": 1, "stream": streamed}
+    answer = await client.completions.create(**asked)
+    choices = [chunk.choices[0] async for chunk in answer] if streamed else [answer.choices[0]]
+    found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+    for logprobs in [choice.logprobs for choice in choices if choice.logprobs]:
+        for name, values in found.items():
+            values += getattr(logprobs, name)
+    tokens = ["h", "bytes:\\xc3", "bytes:\\xa9", "!", "<end>"]
+    assert found["tokens"] == tokens
+    assert found["token_logprobs"] == [-0.5, -1.5, -2.5, -3.5, -4.5]
+    assert found["text_offset"] == [0, 1, 1, 2, 3]
+    assert found["top_logprobs"] == [
+        {"bytes:\\xf0": -0.25, token: logprob} for token, logprob in zip(tokens, found["token_logprobs"], strict=True)
+    ]
+
+
+async def test_logprobs_of_text_that_is_held_back_come_at_once(
+    client: openai.AsyncOpenAI, dispatcher: ScriptedDispatcher
+) -> None:
+    dispatcher.script = says_scored("one STO")
+    stream = await client.completions.create(model="tiny", prompt="hi", stop="STOP", logprobs=0, stream=True)
+    choices = [chunk.choices[0] async for chunk in stream]
+    assert [choice.text for choice in choices] == ["o", "n", "e", " ", "", "", "", "STO", ""]
+    assert [choice.logprobs.tokens for choice in choices[:-1] if choice.logprobs] == [[c] for c in "one STO"] + [
+        ["<end>"]
+    ]
+    offsets = [choice.logprobs.text_offset for choice in choices[:-1] if choice.logprobs]
+    assert offsets == [[index] for index in range(8)]
     assert dispatcher.placements == [Placement.AUTO]
 
 

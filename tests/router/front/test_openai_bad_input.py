@@ -43,7 +43,10 @@ BAD_CHAT: list[tuple[dict[str, Any], str, str | None]] = [
     ({"tools": [{}]}, "tools", "unsupported_value"),
     ({"tool_choice": "required"}, "tool_choice", "unsupported_value"),
     ({"response_format": {"type": "json_object"}}, "response_format", "unsupported_value"),
-    ({"logprobs": True}, "logprobs", "unsupported_value"),
+    ({"logprobs": 1}, "logprobs", None),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", None),
+    ({"logprobs": True, "top_logprobs": -1}, "top_logprobs", None),
+    ({"top_logprobs": 2}, "top_logprobs", None),
 ]
 BAD_COMPLETION: list[tuple[dict[str, Any], str, str | None]] = [
     ({"model": "huge"}, "model", "model_not_found"),
@@ -62,7 +65,10 @@ BAD_COMPLETION: list[tuple[dict[str, Any], str, str | None]] = [
     ({"prompt": "x" * 20_000}, "prompt", "context_length_exceeded"),
     ({"echo": True}, "echo", "unsupported_value"),
     ({"best_of": 2}, "best_of", "unsupported_value"),
-    ({"logprobs": 1}, "logprobs", "unsupported_value"),
+    ({"logprobs": 6}, "logprobs", None),
+    ({"logprobs": -1}, "logprobs", None),
+    ({"logprobs": True}, "logprobs", None),
+    ({"top_logprobs": 1}, "top_logprobs", None),
     ({"suffix": "end"}, "suffix", "unsupported_value"),
     ({"max_tokens": 63}, "max_tokens", "context_length_exceeded"),
     ({"max_tokens": 0}, "max_tokens", None),
@@ -97,9 +103,24 @@ BAD_COMPLETION: list[tuple[dict[str, Any], str, str | None]] = [
     ({"stream": True, "stream_options": {"colour": 1}}, "stream_options.colour", None),
     ({"n": 2}, "n", "unsupported_value"),
     ({"n": True}, "n", "unsupported_value"),
-    ({"presence_penalty": 0.5}, "presence_penalty", "unsupported_value"),
-    ({"frequency_penalty": -1}, "frequency_penalty", "unsupported_value"),
-    ({"logit_bias": {"5": 1}}, "logit_bias", "unsupported_value"),
+    ({"min_p": -0.1}, "min_p", None),
+    ({"min_p": 1.5}, "min_p", None),
+    ({"min_p": float("nan")}, "min_p", None),
+    ({"repetition_penalty": 0}, "repetition_penalty", None),
+    ({"repetition_penalty": -1.1}, "repetition_penalty", None),
+    ({"repetition_penalty": float("inf")}, "repetition_penalty", None),
+    ({"presence_penalty": 2.5}, "presence_penalty", None),
+    ({"presence_penalty": True}, "presence_penalty", None),
+    ({"frequency_penalty": -2.1}, "frequency_penalty", None),
+    ({"frequency_penalty": "1"}, "frequency_penalty", None),
+    ({"logit_bias": {"5": 101}}, "logit_bias.5", None),
+    ({"logit_bias": {"5": "1"}}, "logit_bias.5", None),
+    ({"logit_bias": {"257": 1}}, "logit_bias.257", None),
+    ({"logit_bias": {"-1": 1}}, "logit_bias.-1", None),
+    ({"logit_bias": {"five": 1}}, "logit_bias.five", None),
+    ({"logit_bias": {"9" * 5000: 1}}, "logit_bias." + "9" * 5000, None),
+    ({"logit_bias": {str(token_id): 1 for token_id in range(1025)}}, "logit_bias", None),
+    ({"logit_bias": [[5, 1]]}, "logit_bias", None),
     ({"store": True}, "store", "unsupported_value"),
     ({"metadata": {"a": 5}}, "metadata.a", None),
     ({"tandem": {"prefill": "moon"}}, "tandem.prefill", None),
@@ -120,7 +141,7 @@ async def require_served(http: aiohttp.ClientSession, kind: str, dispatcher: Scr
 def cases() -> list[Any]:
     named = [("chat", *case) for case in BAD_CHAT] + [("completion", *case) for case in BAD_COMPLETION]
     return [
-        pytest.param(*case, id=f"{case[0]}-{index}-{case[2]}-{json.dumps(case[1])[:40]}")
+        pytest.param(*case, id=f"{case[0]}-{index}-{case[2][:40]}-{json.dumps(case[1])[:40]}")
         for index, case in enumerate(named)
     ]
 
