@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from typing import Any
 
 import pytest
@@ -10,13 +12,14 @@ from tests.acceptance.golden import CASES
 from tests.acceptance.running_cluster import RunningCluster
 
 STORY = next(case for case in CASES if case.name == "story")
+SALTS = itertools.count()
 
 
 def both_ways(cluster: RunningCluster, **fields: Any) -> dict[str, Any]:
     """The answer, equal for a remote and a local prefill; caches cannot help, as the salts differ."""
     fields = {"prompt": list(STORY.prompt_ids), "max_tokens": 40, **fields}
     remote, local = (
-        cluster.complete(cache_salt=f"parity-{where}-{fields}", tandem={"prefill": where}, **fields)
+        cluster.complete(cache_salt=f"parity-{next(SALTS)}", tandem={"prefill": where}, **fields)
         for where in ("remote", "local")
     )
     assert remote["usage"]["tandem"]["kv_blocks_moved"] > 0 or fields["max_tokens"] == 1
@@ -39,6 +42,35 @@ def test_sampled_with_a_seed(pair: RunningCluster, sampling: dict[str, Any]) -> 
     assert first["token_ids"] != list(STORY.output_ids[:40])  # it is not greedy after all
     other = both_ways(pair, **{**sampling, "seed": 77})
     assert other["token_ids"] != first["token_ids"]
+
+
+def test_penalties_and_biases(pair: RunningCluster) -> None:
+    """Sampled and greedy; the first token, which the prefill worker draws, is penalised for the prompt's tokens."""
+    banned, forced = STORY.output_ids[0], STORY.output_ids[5]
+    penalties: dict[str, Any] = {"repetition_penalty": 1.4, "presence_penalty": 0.5, "frequency_penalty": 0.7}
+    sampled = both_ways(
+        pair, temperature=1.2, seed=5, min_p=0.02, logit_bias={str(banned): -100}, max_tokens=12, **penalties
+    )
+    assert banned not in sampled["token_ids"]
+    greedy = both_ways(pair, max_tokens=12, **penalties)
+    assert greedy["token_ids"] != list(STORY.output_ids[:12])
+    only = both_ways(pair, max_tokens=4, logit_bias={str(forced): 100})
+    assert only["token_ids"] == [forced] * 4
+
+
+def test_logprobs(pair: RunningCluster) -> None:
+    """Equal to the bit, the first position's from the prefill worker; greedy draws the best."""
+    choice = both_ways(pair, max_tokens=12, logprobs=5)
+    assert choice["token_ids"] == list(STORY.output_ids[:12])
+    logprobs = choice["logprobs"]
+    assert "".join(logprobs["tokens"]) == choice["text"]
+    for index, token in enumerate(logprobs["tokens"]):
+        top = logprobs["top_logprobs"][index]
+        assert logprobs["token_logprobs"][index] == top[token] == max(top.values()) < 0
+        assert len(top) == 5 and sum(math.exp(value) for value in top.values()) < 1
+        assert choice["text"].startswith(token, logprobs["text_offset"][index])
+    penalised = both_ways(pair, max_tokens=1, logprobs=5, repetition_penalty=1.4, temperature=2, seed=3)
+    assert penalised["logprobs"]["top_logprobs"][0].items() >= logprobs["top_logprobs"][0].items()
 
 
 def test_stop_strings_end_at_the_same_token(pair: RunningCluster) -> None:
