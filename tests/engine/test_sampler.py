@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from core.errors import InvariantBroken
 from core.request import SamplingParams
@@ -225,6 +227,32 @@ def test_an_extreme_penalty_breaks_nothing(penalty: float, temperature: float) -
     logits = torch.tensor([[0.0, -2.0, 3.0, 1.0]])
     spec = SampleSpec(SamplingParams(temperature, repetition_penalty=penalty), 2, (), (0, 1, 2), (3,))
     assert sample(logits, [spec])[0] in range(4)
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data(), penalty=st.floats(0.0, 1.7e308, exclude_min=True), min_p=st.floats(0.0, 1.0))
+def test_no_legal_request_breaks_the_draw(data: st.DataObject, penalty: float, min_p: float) -> None:
+    """A worker whose sampler raises ends: none may be brought down by what a caller may ask for."""
+    token_ids, small = st.integers(0, 5), st.floats(-2.0, 2.0)
+    biases = data.draw(st.dictionaries(token_ids, st.floats(-100.0, 100.0)))
+    sampling = SamplingParams(
+        temperature=data.draw(st.floats(0.0, 2.0)),
+        top_p=data.draw(st.floats(0.0, 1.0, exclude_min=True)),
+        top_k=data.draw(token_ids),
+        min_p=min_p,
+        repetition_penalty=penalty,
+        presence_penalty=data.draw(small),
+        frequency_penalty=data.draw(small),
+        logit_bias=tuple(biases.items()),
+        top_logprobs=3,
+    )
+    output = tuple(data.draw(st.lists(token_ids, max_size=4)))
+    banned = tuple(data.draw(st.sets(token_ids, max_size=5)))
+    logits = torch.tensor([data.draw(st.lists(st.floats(-200.0, 200.0, width=32), min_size=6, max_size=6))])
+    [scored] = draw(logits, [SampleSpec(sampling, len(output), banned, (0, 3), output)])
+    assert isinstance(scored, ScoredToken)
+    assert scored.token_id in {*range(6)} - {*banned}
+    assert math.isfinite(scored.logprobs.drawn) and len(scored.logprobs.top) == 3
 
 
 def test_an_infinity_that_a_penalty_would_hide_is_still_seen() -> None:
