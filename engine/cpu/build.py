@@ -87,16 +87,15 @@ def build_library(source: Path = FORWARD_SOURCE, target_flags: Sequence[str] = F
     if compiler is None:
         raise KernelsUnavailable(f"no C++ compiler: none of {', '.join(COMPILERS)} is on PATH")
     flags = (*FLAGS, *target_flags)
-    library = cache_folder() / f"{source.stem}-{_key(source, flags, compiler)}.so"
-    if library.exists():
-        return library
     try:
-        library.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(library.with_suffix(".lock")):
-            if not library.exists():
-                _compile(compiler, source, flags, library)
+        library = cache_folder() / f"{source.stem}-{_key(source, flags, compiler)}.so"
+        if not library.exists():
+            library.parent.mkdir(parents=True, exist_ok=True)
+            with _locked(library.with_suffix(".lock")):
+                if not library.exists():
+                    _compile(compiler, source, flags, library)
     except OSError as error:
-        raise KernelsUnavailable(f"{library.parent}: cannot keep the compiled kernels there: {error}") from error
+        raise KernelsUnavailable(f"{source.name} cannot be compiled into {cache_folder()}: {error}") from error
     return library
 
 

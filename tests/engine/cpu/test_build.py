@@ -78,3 +78,9 @@ def test_a_cache_that_cannot_be_written_is_named(source: Path, tmp_path: Path) -
     (tmp_path / "cache").write_text("a file", encoding="utf-8")
     with pytest.raises(KernelsUnavailable, match="cache"):
         build_library(source)
+
+
+def test_sources_that_were_not_installed_are_named(source: Path) -> None:
+    source.unlink()
+    with pytest.raises(KernelsUnavailable, match=r"small\.cpp cannot be compiled"):
+        build_library(source)
