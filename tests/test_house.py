@@ -62,6 +62,12 @@ def test_what_the_contracts_forbid_binds_modules_that_exist() -> None:
         assert path.with_suffix(".py").is_file() or (path / "__init__.py").is_file(), name
 
 
+def test_no_two_test_modules_share_a_name() -> None:
+    """pytest imports them by their bare names: the second of two would not be collected."""
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert sorted(set(names)) == sorted(names)
+
+
 def test_init_files_are_empty() -> None:
     folders = [*rooms(), "proto/python"]
     filled = [path for name in folders for path in (ROOT / name).rglob("__init__.py") if path.read_bytes()]
