@@ -12,6 +12,7 @@ from core.errors import BadRequest
 MAX_STOP_STRINGS: Final = 16
 MAX_LOGIT_BIASES: Final = 1024
 MAX_TOP_LOGPROBS: Final = 20
+MAX_PRIORITY: Final = 100
 SEED_BITS: Final = 63
 
 
@@ -111,6 +112,8 @@ class GenerateRequest:
 
     `cache_salt` separates prefix caches: requests share cached blocks only when their salts are equal.
     `tenant` comes from authentication at the edge, never from a client's field.
+    `priority`: lower goes first, as in vLLM, which clients know; above 0 is batch work, which gets what the rest leaves
+    and is preempted first. What it is worth is bounded: engine/waiting_line.py.
     """
 
     request_id: str
@@ -119,10 +122,12 @@ class GenerateRequest:
     stop: StopConditions
     cache_salt: str = ""
     tenant: str = ""
+    priority: int = 0
 
     def __post_init__(self) -> None:
         if not self.prompt_token_ids:
             raise BadRequest("prompt", "must hold at least one token")
+        _require_between("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -1,7 +1,7 @@
 """What a decode worker does for each request, without clock or socket.
 
 A request whose prompt is prefilled elsewhere:
-1. WAITING: no room in the pool yet; first come, first served, for a bounded time.
+1. WAITING: no room in the pool yet, for a bounded time; the scheduler says who is next (engine/waiting_line.py).
 2. RESERVED: prefix hits are held, the other blocks are locked for the source; the ticket went to the router.
 3. RUNNING: the KV landed; the scheduler draws tokens from position 1 on.
 A request without a prefill worker is RUNNING at once and is prefilled here in chunks.
@@ -11,7 +11,6 @@ Mirror image: prefill_worker/session.py.
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass, replace
 
 from core.errors import BadRequest
@@ -56,7 +55,7 @@ class DecodeSession:
         self._config = config
         self._scheduler = scheduler
         self._handoffs = handoffs
-        self._waiting: deque[_Waiting] = deque()
+        self._waiting: dict[str, _Waiting] = {}  # by request id, oldest first
         self._reserved: dict[str, _Reserved] = {}  # by handoff id
         self._handoff_of: dict[str, str] = {}  # request id -> handoff id, while reserved
         self._landed_blocks: dict[str, int] = {}  # request id -> blocks received, until its first delta
@@ -80,25 +79,21 @@ class DecodeSession:
         except BadRequest as error:
             return [Refused(request.request_id, RefuseReason.BAD_REQUEST, str(error))]
         deadline_s = now + self._config.reserve_timeout_s
-        self._waiting.append(_Waiting(sequence, handoff_id, source, deadline_s))
+        self._waiting[request.request_id] = _Waiting(sequence, handoff_id, source, deadline_s)
+        self._scheduler.await_room(sequence)
         return self.serve_waiting(now)
 
     def serve_waiting(self, now: float) -> list[Effect]:
-        """Reserve for those who wait, in order, as far as the pool has room that no preempted sequence waits for."""
+        """Reserve for those who wait, as far as the scheduler has room for them."""
         effects: list[Effect] = []
-        while self._waiting and not self._scheduler.owes_blocks:
-            item = self._waiting[0]
-            sequence = item.sequence
-            num_blocks = sequence.num_blocks_to(sequence.request.num_prompt_tokens)
-            taken = self._scheduler.pool.acquire(sequence.reusable_hashes(), num_blocks)
-            if taken is None:
-                break
-            self._waiting.popleft()
-            hits, fresh = taken
-            sequence.num_cached_prompt = len(hits) * self._scheduler.limits.block_size
-            self._reserved[item.handoff_id] = _Reserved(sequence, hits)
+        while (taken := self._scheduler.reserve_next()) is not None:
+            sequence = taken.sequence
+            item = self._waiting.pop(sequence.request_id)
+            num_hits = len(taken.hits)
+            sequence.num_cached_prompt = num_hits * self._scheduler.limits.block_size
+            self._reserved[item.handoff_id] = _Reserved(sequence, taken.hits)
             self._handoff_of[sequence.request_id] = item.handoff_id
-            ticket = self._handoffs.target.reserve(item.handoff_id, item.source, len(hits), tuple(fresh), now)
+            ticket = self._handoffs.target.reserve(item.handoff_id, item.source, num_hits, tuple(taken.fresh), now)
             effects.append(Reserved(sequence.request_id, ticket))
         return effects
 
@@ -108,6 +103,7 @@ class DecodeSession:
         sequence = reserved.sequence
         del self._handoff_of[sequence.request_id]
         if outcome.first_token is None:
+            self._scheduler.end_reservation(sequence)
             self._scheduler.pool.release([*reserved.hits, *outcome.blocks])
             return [Refused(sequence.request_id, RefuseReason.TRANSFER_FAILED, "landed without a first token")]
         self._landed_blocks[sequence.request_id] = len(outcome.blocks)
@@ -121,6 +117,7 @@ class DecodeSession:
         reserved = self._reserved.pop(outcome.handoff_id, None)
         if reserved is None:
             return []
+        self._scheduler.end_reservation(reserved.sequence)
         self._scheduler.pool.release(reserved.hits)
         request_id = reserved.sequence.request_id
         del self._handoff_of[request_id]
@@ -133,24 +130,29 @@ class DecodeSession:
     def cancel(self, request_id: str, now: float) -> list[Effect]:
         """Free what the request holds, in whatever state it is."""
         self._landed_blocks.pop(request_id, None)
-        for item in self._waiting:
-            if item.sequence.request_id == request_id:
-                self._waiting.remove(item)
-                return []
+        waiting = self._waiting.pop(request_id, None)
+        if waiting is not None:
+            self._scheduler.end_reservation(waiting.sequence)
+            return []
         handoff_id = self._handoff_of.pop(request_id, None)
         if handoff_id is None:
             self._scheduler.cancel(request_id)
             return []
-        self._scheduler.pool.release(self._reserved.pop(handoff_id).hits)
+        reserved = self._reserved.pop(handoff_id)
+        self._scheduler.end_reservation(reserved.sequence)
+        self._scheduler.pool.release(reserved.hits)
         return list(self._handoffs.target.cancel(handoff_id, "cancelled", now))
 
     def tick(self, now: float) -> list[Effect]:
         """Refuse those who waited too long for room; serve the others."""
         effects: list[Effect] = []
-        while self._waiting and now >= self._waiting[0].deadline_s:
-            late = self._waiting.popleft()
+        for request_id, late in list(self._waiting.items()):
+            if now < late.deadline_s:
+                break
+            del self._waiting[request_id]
+            self._scheduler.end_reservation(late.sequence)
             message = f"no room in the KV pool for {self._config.reserve_timeout_s} s"
-            effects.append(Refused(late.sequence.request_id, RefuseReason.NO_BLOCKS, message))
+            effects.append(Refused(request_id, RefuseReason.NO_BLOCKS, message))
         return effects + self.serve_waiting(now)
 
     def _with_usage(self, delta: TokenDelta) -> TokenDelta:

@@ -82,14 +82,18 @@ class BlockPool:
             found.append(block)
         return found
 
-    def acquire(self, hashes: Sequence[BlockHash], num_blocks: int) -> tuple[list[int], list[int]] | None:
+    def acquire(
+        self, hashes: Sequence[BlockHash], num_blocks: int, keep_free: int = 0
+    ) -> tuple[list[int], list[int]] | None:
         """Take a reference on every cached block of the leading run of `hashes`, and fresh blocks up to `num_blocks`.
+
+        At least `keep_free` blocks stay free.
 
         Returns: (hit blocks, fresh blocks), or None, with nothing changed, when there is not enough room.
         """
         hits = self.match(hashes)[:num_blocks]
         revived = sum(1 for block in hits if self._references[block] == 0)
-        if revived + num_blocks - len(hits) > self.num_free:
+        if revived + num_blocks - len(hits) + keep_free > self.num_free:
             return None
         self.hold(hits)
         return hits, self._take(num_blocks - len(hits))

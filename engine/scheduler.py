@@ -1,18 +1,22 @@
 """Which tokens of which sequences the next step computes: the one batch scheduler of both roles and the simulator.
 
-1. `add` puts a request in the waiting queue; `add_landed` adds one whose prompt KV came from a peer.
-2. `plan` fills a token budget: decodes first, then prefills under way, then waiting requests in order.
+1. `add` puts a request in the waiting line. One whose prompt KV comes from a peer waits for its blocks in a line of
+   its own (`await_room`, `reserve_next`) and runs when they are filled (`add_landed`).
+2. `plan` fills a token budget: decodes first, then prefills under way, then waiting requests in order; what is left
+   goes to batch work in the same way (engine/waiting_line.py says what that is).
 3. The driver computes the plan. Meanwhile requests may come and be cancelled.
 4. `commit` takes the drawn tokens, makes full blocks findable, ends what ended, and says what progressed.
 
 A step in flight owns its sequences: a request cancelled meanwhile gives its blocks back in `commit`, not before.
+Blocks go to whoever is first in line, and of those who hold some the last in line is preempted first. A newcomer
+leaves room for the next blocks of those who run, and for whoever waits before it in the other line.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from typing import Final
 
 from core.errors import BadRequest, InvariantBroken
 from core.identity import namespace
@@ -21,20 +25,39 @@ from core.request import FinishReason, GenerateRequest, TokenDelta, WorkUsage
 from engine.block_pool import BlockPool
 from engine.sequence import ModelLimits, Sequence, StopWatchFactory
 from engine.step import Drawn, ScoredToken, StepPlan
+from engine.waiting_line import WaitingLine, rank
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """token_budget: most tokens one step computes. max_sequences: most sequences in one step."""
+    """token_budget: most tokens one step computes. max_sequences: most sequences in one step.
+
+    ageing_steps: what one step of priority is worth, in engine steps of waiting.
+    growth_blocks: most blocks that an admission leaves free for each sequence that runs or is about to; 0 leaves none.
+    scan_depth: how many are tried behind a head that finds no room. max_overtakes: how often it may be overtaken.
+    """
 
     token_budget: int = 256
     max_sequences: int = 256
+    ageing_steps: int = 500
+    growth_blocks: int = 1
+    scan_depth: int = 8
+    max_overtakes: int = 16
 
     def __post_init__(self) -> None:
-        if self.token_budget < 1:
-            raise BadRequest("token_budget", f"must be at least 1, got {self.token_budget}")
-        if self.max_sequences < 1:
-            raise BadRequest("max_sequences", f"must be at least 1, got {self.max_sequences}")
+        for name, least in _LEAST.items():
+            if getattr(self, name) < least:
+                raise BadRequest(name, f"must be at least {least}, got {getattr(self, name)}")
+
+
+_LEAST: Final = {
+    "token_budget": 1,
+    "max_sequences": 1,
+    "ageing_steps": 1,
+    "growth_blocks": 0,
+    "scan_depth": 0,
+    "max_overtakes": 0,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +73,15 @@ class Progress:
     block_table: tuple[int, ...]
     delta: TokenDelta | None
     handed_over: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """Blocks for the prompt of `sequence`, one reference each: prefix hits, and fresh ones to be filled by a peer."""
+
+    sequence: Sequence
+    hits: list[int]
+    fresh: list[int]
 
 
 class Scheduler:
@@ -69,19 +101,24 @@ class Scheduler:
         self._identity_digest = identity_digest
         self._make_watch = make_watch
         self._sequences: dict[str, Sequence] = {}
-        self._waiting: deque[Sequence] = deque()
-        self._running: OrderedDict[str, Sequence] = OrderedDict()  # oldest first
+        self._waiting = WaitingLine(config.scan_depth, config.max_overtakes)
+        self._awaiting_room = WaitingLine(config.scan_depth, config.max_overtakes)
+        self._reserved: dict[str, Sequence] = {}  # their blocks are whoever reserved them's, until they land
+        self._running: dict[str, Sequence] = {}
         self._in_flight: StepPlan | None = None
+        self._num_sequences = 0
+        self.num_steps = 0
         self.num_preemptions = 0
 
     def new_sequence(self, request: GenerateRequest, *, prefill_only: bool = False) -> Sequence:
-        """A sequence of `request` that is not scheduled yet. Raises BadRequest when it can never fit."""
+        """A sequence of `request`, from now on ageing but not scheduled. Raises BadRequest when it can never fit."""
         most_tokens = request.num_prompt_tokens + (1 if prefill_only else request.stop.max_tokens)
         if request.num_prompt_tokens >= self.limits.max_context_tokens:
             raise BadRequest("prompt", f"{request.num_prompt_tokens} tokens leave no room in the context")
         capacity_tokens = self.pool.num_blocks * self.limits.block_size
         if min(most_tokens, self.limits.max_context_tokens) > capacity_tokens:
             raise BadRequest("max_tokens", f"{most_tokens} tokens never fit into a KV pool of {capacity_tokens}")
+        self._num_sequences += 1
         return Sequence(
             request=request,
             limits=self.limits,
@@ -89,18 +126,39 @@ class Scheduler:
             prefill_only=prefill_only,
             watch=self._make_watch(request) if request.stop.stop_strings else None,
             tokens=list(request.prompt_token_ids),
+            due_step=self.num_steps + request.priority * self.config.ageing_steps,
+            number=self._num_sequences,
         )
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence to be computed from wherever its cached prefix ends."""
         self._register(sequence)
-        self._waiting.append(sequence)
+        self._waiting.push(sequence)
+
+    def await_room(self, sequence: Sequence) -> None:
+        """Queue a sequence whose prompt KV will come from a peer, until `reserve_next` has blocks for it."""
+        self._awaiting_room.push(sequence)
+
+    def reserve_next(self) -> Reservation | None:
+        """Blocks for the prompt of the next one that awaits room; None when there is none for anybody."""
+        for due in (True, False):
+            taken = self._admit(self._awaiting_room, due, behind=self._waiting)
+            if taken is not None:
+                self._reserved[taken.sequence.request_id] = taken.sequence
+                return taken
+        return None
+
+    def end_reservation(self, sequence: Sequence) -> None:
+        """It awaits no room or KV any more; reserved blocks stay the caller's."""
+        self._awaiting_room.remove(sequence)
+        self._reserved.pop(sequence.request_id, None)
 
     def add_landed(self, sequence: Sequence, blocks: list[int], first_token: int) -> FinishReason | None:
         """Run a sequence whose prompt KV is in `blocks` (one reference each, now ours) and whose first token is out.
 
         Returns: why it already ended with that token; its blocks are then released, its full ones cached.
         """
+        self.end_reservation(sequence)
         self._register(sequence)
         sequence.blocks = blocks
         sequence.num_computed = sequence.request.num_prompt_tokens
@@ -123,22 +181,21 @@ class Scheduler:
         self._forget(sequence)
         return True
 
-    @property
-    def owes_blocks(self) -> bool:
-        """A sequence that already had tokens out was preempted, and waits for room: it goes before what is new."""
-        return any(sequence.num_output > 0 for sequence in self._waiting)
-
     def plan(self) -> StepPlan | None:
         """The next step, or None when there is nothing to compute. One step is in flight at a time."""
         if self._in_flight is not None:
             raise InvariantBroken("plan while a step is in flight")
         chosen: dict[str, int] = {}
-        budget = self._plan_decodes(chosen, self.config.token_budget)
-        budget = self._plan_prefills(chosen, budget)
-        self._admit_waiting(chosen, budget)
+        budget = self.config.token_budget
+        for due in (True, False):
+            group = [item for item in sorted(self._running.values(), key=rank) if item.is_due(self.num_steps) is due]
+            budget = self._plan_decodes(group, chosen, budget)
+            budget = self._plan_prefills(group, chosen, budget)
+            budget = self._admit_waiting(due, chosen, budget)
         if not chosen:
             return None
         self._in_flight = StepPlan(tuple(self._running[name].slice(count) for name, count in chosen.items()))
+        self._age(chosen)
         return self._in_flight
 
     def commit(self, plan: StepPlan, drawn: Collection[Drawn | None]) -> list[Progress]:
@@ -175,64 +232,105 @@ class Scheduler:
 
     def _forget(self, sequence: Sequence) -> None:
         del self._sequences[sequence.request_id]
-        if self._running.pop(sequence.request_id, None) is None and sequence in self._waiting:
+        if self._running.pop(sequence.request_id, None) is None:
             self._waiting.remove(sequence)
         self.pool.release(sequence.drop_blocks())
 
-    def _plan_decodes(self, chosen: dict[str, int], budget: int) -> int:
-        """One token for each decoding sequence, oldest first; the youngest are preempted when blocks run out."""
-        for sequence in [item for item in self._running.values() if item.decoding]:
+    def _age(self, chosen: Iterable[str]) -> None:
+        """One step more has passed; batch work that it serves comes no nearer to being due."""
+        for name in chosen:
+            if not self._running[name].is_due(self.num_steps):
+                self._running[name].due_step += 1
+        self.num_steps += 1
+
+    def _plan_decodes(self, group: list[Sequence], chosen: dict[str, int], budget: int) -> int:
+        """One token for each decoding sequence, first in line first; the last are preempted when blocks run out."""
+        for sequence in group:
             if budget == 0 or len(chosen) == self.config.max_sequences:
                 break
-            if sequence.request_id in self._running and self._grow(sequence, chosen):
+            if sequence.decoding and sequence.request_id in self._running and self._grow(sequence):
                 chosen[sequence.request_id] = 1
                 budget -= 1
         return budget
 
-    def _plan_prefills(self, chosen: dict[str, int], budget: int) -> int:
-        for sequence in [item for item in self._running.values() if not item.decoding]:
+    def _plan_prefills(self, group: list[Sequence], chosen: dict[str, int], budget: int) -> int:
+        for sequence in group:
             if budget == 0 or len(chosen) == self.config.max_sequences:
                 break
-            chosen[sequence.request_id] = min(budget, sequence.num_uncomputed)
-            budget -= chosen[sequence.request_id]
+            if not sequence.decoding and sequence.request_id in self._running:
+                chosen[sequence.request_id] = min(budget, sequence.num_uncomputed)
+                budget -= chosen[sequence.request_id]
         return budget
 
-    def _admit_waiting(self, chosen: dict[str, int], budget: int) -> None:
-        """Start waiting sequences in order; the first that finds no room stops the scan, so that none is overtaken."""
-        while self._waiting and budget > 0 and len(chosen) < self.config.max_sequences:
-            sequence = self._waiting[0]
-            taken = self.pool.acquire(sequence.reusable_hashes(), sequence.num_blocks_to(sequence.num_known))
+    def _admit_waiting(self, due: bool, chosen: dict[str, int], budget: int) -> int:
+        while budget > 0 and len(chosen) < self.config.max_sequences:
+            taken = self._admit(self._waiting, due, behind=self._awaiting_room)
             if taken is None:
-                return
-            hits, fresh = taken
-            self._waiting.popleft()
-            sequence.blocks = hits + fresh
-            sequence.num_computed = len(hits) * self.limits.block_size
+                break
+            sequence = taken.sequence
+            sequence.blocks = taken.hits + taken.fresh
+            sequence.num_computed = len(taken.hits) * self.limits.block_size
             if sequence.num_output == 0:
                 sequence.num_cached_prompt = sequence.num_computed
             self._running[sequence.request_id] = sequence
             chosen[sequence.request_id] = min(budget, sequence.num_uncomputed)
             budget -= chosen[sequence.request_id]
+        return budget
 
-    def _grow(self, sequence: Sequence, chosen: dict[str, int]) -> bool:
-        """Make room for one more token, preempting from the youngest. False: this one was preempted itself."""
+    def _admit(self, line: WaitingLine, due: bool, behind: WaitingLine) -> Reservation | None:
+        """Blocks for the known tokens of the next one in `line`, beside what goes before it in the line `behind`."""
+        found: list[Reservation] = []
+        growth = self._growth_blocks(batch_too=not due) if line else 0
+
+        def take(sequence: Sequence) -> bool:
+            hashes, num_blocks = sequence.reusable_hashes(), sequence.num_blocks_to(sequence.num_known)
+            owed = sum(item.num_blocks_to(item.num_known) for item in behind.before(sequence))
+            while (taken := self.pool.acquire(hashes, num_blocks, owed + growth)) is None:
+                if not (due and self._preempt_batch(num_blocks + owed + growth)):
+                    return False
+            found.append(Reservation(sequence, *taken))
+            return True
+
+        line.admit(self.num_steps, due=due, take=take)
+        return found[0] if found else None
+
+    def _growth_blocks(self, batch_too: bool) -> int:
+        """What must stay free for the next blocks of those who hold some: preempting them later would cost more."""
+        most = self.config.growth_blocks
+        holders = [*self._running.values(), *self._reserved.values()]
+        return sum(item.num_growth_blocks(most) for item in holders if batch_too or item.is_due(self.num_steps))
+
+    def _preempt_batch(self, num_blocks: int) -> bool:
+        """Preempt the last of batch work, to get `num_blocks` free in the end. False: all of it would not be enough.
+
+        What is only prefilled here is spared: its blocks are on their way to another worker.
+        """
+        if self._in_flight is not None:
+            return False
+        batch = [item for item in self._running.values() if not item.is_due(self.num_steps) and not item.prefill_only]
+        if not batch or self.pool.num_free + sum(len(item.blocks) for item in batch) < num_blocks:
+            return False
+        self._preempt(max(batch, key=rank))
+        return True
+
+    def _grow(self, sequence: Sequence) -> bool:
+        """Make room for one more token, preempting from the last in line. False: this one was preempted itself."""
         while sequence.num_blocks_to(sequence.num_known) > len(sequence.blocks):
             fresh = self.pool.allocate(1)
             if fresh is not None:
                 sequence.blocks += fresh
                 continue
-            victim = next(reversed(self._running.values()))
+            victim = max(self._running.values(), key=rank)  # not chosen yet: the chosen rank before us
             self._preempt(victim)
-            chosen.pop(victim.request_id, None)
             if victim is sequence:
                 return False
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Take a sequence's blocks; it waits, first in line, to compute again what is no longer cached."""
+        """Take a sequence's blocks; it waits, in its old place in line, to compute again what is no longer cached."""
         del self._running[sequence.request_id]
         self.pool.release(sequence.drop_blocks())
-        self._waiting.appendleft(sequence)
+        self._waiting.push(sequence)
         self.num_preemptions += 1
 
     def _cache_full_blocks(self, sequence: Sequence) -> None:

@@ -36,6 +36,7 @@ class Sequence:
 
     blocks covers at least num_computed positions while the sequence runs; empty while it waits.
     prefill_only: ends with the first token, which another worker continues.
+    due_step, number: its place in line (engine/waiting_line.py); num_overtaken: how often it was passed as the head.
     """
 
     request: GenerateRequest
@@ -52,6 +53,9 @@ class Sequence:
     num_cached_prompt: int = 0  # prompt tokens that hits covered
     num_computed_prompt: int = 0
     usage_sent: bool = False
+    due_step: int = 0
+    number: int = 0
+    num_overtaken: int = 0
 
     @property
     def request_id(self) -> str:
@@ -74,8 +78,20 @@ class Sequence:
         """One token to compute, and it is an output token."""
         return self.num_uncomputed == 1 and self.num_output > 0
 
+    def is_due(self, step: int) -> bool:
+        """False: batch work, which gets what the due ones leave."""
+        return self.due_step <= step
+
     def num_blocks_to(self, num_tokens: int) -> int:
         return num_blocks_for(num_tokens, self.limits.block_size)
+
+    def num_growth_blocks(self, most: int) -> int:
+        """Blocks beyond those for the known tokens that it may still come to need, `most` at most."""
+        if self.prefill_only:
+            return 0
+        end = min(self.request.num_prompt_tokens + self.request.stop.max_tokens, self.limits.max_context_tokens)
+        held = max(len(self.blocks), self.num_blocks_to(self.num_known))
+        return max(0, min(most, self.num_blocks_to(end - 1) - held))  # the last token's KV is never computed
 
     def reusable_hashes(self) -> list[BlockHash]:
         """Hashes of full blocks that a hit may cover: never all known tokens, so that one is always computed."""

@@ -203,6 +203,7 @@ def _encode_request(request: GenerateRequest) -> pb.WorkerRequest:
         frequency_penalty=sampling.frequency_penalty,
         logit_bias=dict(sampling.logit_bias),
         top_logprobs=sampling.top_logprobs,
+        priority=request.priority,
     )
 
 
@@ -231,6 +232,7 @@ def _decode_request(message: pb.WorkerRequest) -> GenerateRequest:
         ),
         cache_salt=message.cache_salt,
         tenant=message.tenant,
+        priority=message.priority,
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections import defaultdict
 
 import pytest
 from hypothesis import given, settings
@@ -11,67 +10,9 @@ from hypothesis import strategies as st
 
 from core.errors import BadRequest, InvariantBroken
 from core.request import FinishReason, GenerateRequest, SamplingParams, StopConditions, TokenLogprobs
-from engine.block_pool import BlockPool
-from engine.scheduler import Progress, Scheduler, SchedulerConfig
-from engine.sequence import ModelLimits
 from engine.step import ScoredToken
-from tests.engine.token_memory import TokenMemory, undisturbed
-
-BLOCK_SIZE = 4
-
-
-class Bench:
-    """One scheduler with its runner, stepped by hand."""
-
-    def __init__(self, num_blocks: int = 64, token_budget: int = 16, max_sequences: int = 64, eos=(), context=512):
-        self.pool = BlockPool(num_blocks)
-        limits = ModelLimits(BLOCK_SIZE, context, tuple(eos))
-        config = SchedulerConfig(token_budget, max_sequences)
-        self.scheduler = Scheduler(config, self.pool, limits, b"d" * 32, lambda request: NeverStops())
-        self.memory = TokenMemory(num_blocks, BLOCK_SIZE)
-        self.outputs: defaultdict[str, list[int]] = defaultdict(list)
-        self.finished: dict[str, FinishReason] = {}
-
-    def add(self, request: GenerateRequest, **how) -> None:
-        self.scheduler.add(self.scheduler.new_sequence(request, **how))
-
-    def step(self) -> list[Progress]:
-        plan = self.scheduler.plan()
-        if plan is None:
-            return []
-        assert plan.num_tokens <= self.scheduler.config.token_budget
-        return self.take(self.scheduler.commit(plan, self.memory.run(plan)))
-
-    def take(self, progress: list[Progress]) -> list[Progress]:
-        for item in progress:
-            if item.delta is not None:
-                assert item.delta.position == len(self.outputs[item.request_id])
-                self.outputs[item.request_id] += item.delta.token_ids
-                if item.delta.finish_reason is not None:
-                    self.finished[item.request_id] = item.delta.finish_reason
-        self.pool.check()
-        return progress
-
-    def run(self, max_steps: int = 2000) -> None:
-        for _ in range(max_steps):
-            if not self.step():
-                return
-        raise AssertionError("the scheduler did not come to an end")
-
-    def assert_empty(self) -> None:
-        load = self.scheduler.load()
-        assert (load.waiting_requests, load.running_requests, load.waiting_tokens) == (0, 0, 0)
-        assert self.pool.num_used == 0
-
-
-class NeverStops:
-    def push(self, token_id: int) -> str | None:
-        return None
-
-
-def request(name: str, prompt, max_tokens: int = 8, salt: str = "", **stop) -> GenerateRequest:
-    conditions = StopConditions(max_tokens=max_tokens, **stop)
-    return GenerateRequest(name, tuple(prompt), SamplingParams(0.0), conditions, cache_salt=salt)
+from tests.engine.scheduler_bench import BLOCK_SIZE, Bench, request
+from tests.engine.token_memory import undisturbed
 
 
 @pytest.mark.parametrize("budget", [1, 3, 16, 64])

@@ -64,7 +64,7 @@ SAMPLING = SamplingParams(
     top_logprobs=0,
 )
 STOP = StopConditions(max_tokens=9, min_tokens=2, stop_token_ids=(7,), stop_strings=("\n", "END"), ignore_eos=True)
-REQUEST = GenerateRequest("r1", (1, 2, 3), SAMPLING, STOP, cache_salt="salt", tenant="tenant")
+REQUEST = GenerateRequest("r1", (1, 2, 3), SAMPLING, STOP, cache_salt="salt", tenant="tenant", priority=-3)
 DELTA = TokenDelta(
     request_id="r1",
     position=3,

@@ -497,8 +497,8 @@ class Host:
         tables = [
             name
             for owner in (self.session, self.scheduler)
-            for name in ("_prefills", "_request_of", "_waiting", "_reserved", "_handoff_of", "_landed_blocks",
-                         "_sequences", "_running")
+            for name in ("_prefills", "_request_of", "_waiting", "_awaiting_room", "_reserved", "_handoff_of",
+                         "_landed_blocks", "_sequences", "_running")
             if getattr(owner, name, None)
         ]  # fmt: skip
         found = {
