@@ -144,6 +144,7 @@ class Client:
     finish: FinishReason | None = None
     error: TandemError | None = None
     left: bool = False
+    submitted_s: float = 0.0
     last_s: float = float("inf")
     longest_gap_s: float = 0.0
 
@@ -173,9 +174,10 @@ class Client:
 class World:
     """Two prefill workers, two decode workers, one router, and a list of what is to happen."""
 
-    def __init__(self, seed: int, faults: Faults) -> None:
+    def __init__(self, seed: int, faults: Faults, priorities: tuple[int, ...] = (0,)) -> None:
         self.rng = random.Random(seed)
         self.faults = faults
+        self.priorities = priorities  # given to requests in turn
         self.now = 0.0
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
@@ -241,8 +243,9 @@ class World:
             sampling=SamplingParams(0.0),
             stop=StopConditions(max_tokens=self.rng.randrange(1, 64 - len(prompt) + 1)),
             cache_salt=self.rng.choice(["", "", "other"]),
+            priority=self.priorities[number % len(self.priorities)],
         )
-        client = Client(request, undisturbed(request))
+        client = Client(request, undisturbed(request), submitted_s=self.now)
         self.clients.append(client)
         if self.router is None:
             client.fail(Rejected(RejectReason.NO_WORKER, "the router is away"))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import statistics
 from collections import Counter
 
 import pytest
@@ -22,10 +23,11 @@ from tests.simulation.cluster_world import NO_FAULTS, Client, Faults, World
 
 NUM_SEEDS = 120
 NUM_REQUESTS = 25
+PRIORITIES = (0, 0, 1, -1, 5)
 
 
 def run_world(seed: int, faults: Faults | None = None) -> World:
-    world = World(seed, faults or Faults())
+    world = World(seed, faults or Faults(), PRIORITIES)
     try:
         world.run(NUM_REQUESTS)
     except BaseException as error:
@@ -76,6 +78,24 @@ def test_streams_under_way_are_not_starved_by_requests_that_come() -> None:
         world.run(num_requests=60)
         gaps = {client.request.request_id: round(client.longest_gap_s, 1) for client in world.clients}
         assert max(gaps.values()) < 10.0, f"seed {seed}: {gaps}"  # 15 to 19 s where new reservations go first
+
+
+def test_batch_work_waits_for_the_rest_and_still_ends() -> None:
+    """Due requests take less than half the time of batch work; only batch work waits too long for room."""
+    times: dict[int, list[float]] = {0: [], 1: []}
+    refused = 0
+    for seed in range(40, 46):
+        world = World(seed, NO_FAULTS, priorities=(0, 1))
+        world.run(num_requests=50)
+        for client in world.clients:
+            if client.error is not None:
+                assert client.request.priority == 1, f"seed {seed}: {client.error}"
+                refused += 1
+            else:
+                times[client.request.priority].append(client.last_s - client.submitted_s)
+    due, batch = (statistics.mean(times[priority]) for priority in (0, 1))
+    assert due * 2 < batch  # 2.2 s and 5.3 s
+    assert refused < 0.05 * 50 * 6
 
 
 def free_before_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
