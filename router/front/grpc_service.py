@@ -184,6 +184,7 @@ def _draft(request: inference_pb2.GenerateRequest, request_id: str, served_name:
         stop_token_ids=tuple(stopping.stop_token_ids),
         ignore_eos=stopping.ignore_eos,
         cache_salt=request.cache_salt,
+        priority=request.priority,
     )
     return placement, draft
 

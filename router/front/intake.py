@@ -99,6 +99,7 @@ class Draft:
     ignore_eos: bool = False
     cache_salt: str = ""
     tenant: str = ""
+    priority: int = 0
 
 
 class Intake:
@@ -130,6 +131,7 @@ class Intake:
             ),
             cache_salt=draft.cache_salt,
             tenant=draft.tenant,
+            priority=draft.priority,
         )
 
     def _check_names(self, draft: Draft) -> None:

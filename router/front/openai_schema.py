@@ -147,6 +147,7 @@ class Body(_Strict):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     cache_salt: Text | None = None
+    priority: int | None = None
     user: Text | None = None
     metadata: dict[str, Text] | None = None
     store: AbsentOrFalse = None
@@ -209,6 +210,7 @@ class Body(_Strict):
             stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=bool(self.ignore_eos),
             cache_salt=self.cache_salt or "",
+            priority=self.priority or 0,
         )
 
     def require_consistent(self) -> None:

@@ -48,6 +48,7 @@ async def test_generate(channel: grpc.aio.Channel, dispatcher: ScriptedDispatche
             sampling=inference_pb2.Sampling(temperature=0, top_k=5, seed=9),
             stopping=inference_pb2.Stopping(max_tokens=20, stop=["STOP"], stop_token_ids=[END], ignore_eos=True),
             cache_salt="salt",
+            priority=-7,
             prefill_placement=inference_pb2.PREFILL_PLACEMENT_REMOTE,
         ),
     )
@@ -64,6 +65,7 @@ async def test_generate(channel: grpc.aio.Channel, dispatcher: ScriptedDispatche
     assert (request.sampling.temperature, request.sampling.top_k, request.sampling.seed) == (0.0, 5, 9)
     assert (request.stop.max_tokens, request.stop.stop_token_ids, request.stop.ignore_eos) == (20, (END,), True)
     assert request.cache_salt == "salt"
+    assert request.priority == -7
     assert dispatcher.placements == [Placement.REMOTE]
 
 
@@ -146,6 +148,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"request_id": "a b"}, "request_id"),
     ({"request_id": "a" * 129}, "request_id"),
     ({"cache_salt": "x" * 300}, "cache_salt"),
+    ({"priority": 101}, "priority"),
 ]
 
 

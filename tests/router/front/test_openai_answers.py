@@ -200,6 +200,7 @@ async def test_every_option_reaches_the_request(client: openai.AsyncOpenAI, disp
             "stop_token_ids": [END],
             "ignore_eos": True,
             "cache_salt": "salt",
+            "priority": 5,
             "tandem": {"prefill": "remote"},
         },
     )
@@ -212,13 +213,14 @@ async def test_every_option_reaches_the_request(client: openai.AsyncOpenAI, disp
     assert (request.stop.max_tokens, request.stop.min_tokens, request.stop.ignore_eos) == (9, 2, True)
     assert (request.stop.stop_strings, request.stop.stop_token_ids) == (("x", "y"), (END,))
     assert request.cache_salt == "salt"
+    assert request.priority == 5
     assert dispatcher.placements == [Placement.REMOTE]
 
 
 async def test_null_is_not_given(http: aiohttp.ClientSession, dispatcher: ScriptedDispatcher) -> None:
     names = ["max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "stream", "stream_options", "n", "tandem"]
     names += ["min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias"]
-    names += ["logprobs", "top_logprobs"]
+    names += ["logprobs", "top_logprobs", "priority"]
     async with http.post("/v1/chat/completions", json={**CHAT, **dict.fromkeys(names)}) as response:
         assert response.status == 200
     sampling = dispatcher.requests[0].sampling

@@ -126,6 +126,9 @@ BAD_COMPLETION: list[tuple[dict[str, Any], str, str | None]] = [
     ({"tandem": {"prefill": "moon"}}, "tandem.prefill", None),
     ({"tandem": {"colour": 1}}, "tandem.colour", None),
     ({"cache_salt": "x" * 300}, "cache_salt", None),
+    ({"priority": -101}, "priority", None),
+    ({"priority": 10**40}, "priority", None),
+    ({"priority": 1.5}, "priority", None),
     ({"colour": "red"}, "colour", None),
 ]
 
