@@ -32,14 +32,14 @@ from engine.waiting_line import WaitingLine, rank
 class SchedulerConfig:
     """token_budget: most tokens one step computes. max_sequences: most sequences in one step.
 
-    ageing_steps: what one step of priority is worth, in engine steps of waiting.
+    ageing_steps: what one step of priority is worth, in engine steps of waiting: seconds for 1, minutes for 100.
     growth_blocks: most blocks that an admission leaves free for each sequence that runs or is about to; 0 leaves none.
     scan_depth: how many are tried behind a head that finds no room. max_overtakes: how often it may be overtaken.
     """
 
     token_budget: int = 256
     max_sequences: int = 256
-    ageing_steps: int = 500
+    ageing_steps: int = 100
     growth_blocks: int = 1
     scan_depth: int = 8
     max_overtakes: int = 16

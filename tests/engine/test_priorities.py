@@ -88,6 +88,23 @@ def test_batch_work_is_not_preempted_for_what_would_not_fit_even_then() -> None:
     assert bench.outputs["due"] == undisturbed(prompt(2, 40), 2)
 
 
+def test_a_prefill_for_another_worker_is_not_preempted_it_ends_by_itself() -> None:
+    """Its blocks are on their way: preempted, it would push them again."""
+    bench = Bench(num_blocks=12, token_budget=8)
+    bench.add(request("batch", prompt(0, 24), priority=1), prefill_only=True)
+    bench.step()
+    bench.add(request("due", prompt(2, 32), max_tokens=1), prefill_only=True)
+    handed_over = []
+    while progress := bench.step():
+        for item in progress:
+            if item.handed_over:
+                handed_over.append(item.request_id)
+                bench.pool.release(item.block_table)
+    assert handed_over == ["batch", "due"]
+    assert bench.scheduler.num_preemptions == 0
+    bench.assert_empty()
+
+
 def test_of_those_who_are_due_the_lowest_priority_is_preempted_and_then_the_youngest() -> None:
     bench = Bench(num_blocks=8, growth_blocks=0, scan_depth=0)
     for number, priority in enumerate([0, -1, 0]):
