@@ -351,12 +351,20 @@ def running(match: Match, found: list[Contestant]) -> Iterator[dict[str, int]]:
         yield load_bytes
 
 
+def executable(path: str) -> str:
+    if path and not os.access(path, os.X_OK):
+        raise argparse.ArgumentTypeError(f"{path} is not there, or cannot be run")
+    return path
+
+
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     own = sys.executable if importlib.util.find_spec("transformers") else ""
     for name, fallback in (("vllm", ""), ("llama", ""), ("transformers", own)):
         default = os.environ.get(f"TANDEM_BENCH_{name.upper()}_PYTHON", fallback)
-        parser.add_argument(f"--{name}-python", default=default, help="its python (default: %(default)r)")
+        parser.add_argument(
+            f"--{name}-python", type=executable, default=default, help="its python (default: %(default)r)"
+        )
     parser.add_argument("--llama-types", default="q4_1,bf16", help="of q4_1 (as shipped), q4_0, bf16 (%(default)s)")
     parser.add_argument("--dtype", default="bfloat16", choices=DTYPES, help="of all but llama.cpp (%(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="for each figure (default: %(default)s)")

@@ -1,7 +1,8 @@
 """llama.cpp's library in one process, by its C interface, with the batching of its server.
 
 A step is one `llama_decode`: the next token of each sequence that decodes, then prompt tokens in order of arrival up to
-the budget. The KV cache is one for all sequences and no prefix is looked for in it.
+the budget. The KV cache is one for all sequences (one for each, and no flash attention, were slower here), of float16
+(its default; bfloat16 was slower), and no prefix is looked for in it.
 
     python -m bench.engines.llama_cpp SHIPPED.gguf NEW.gguf q4_0|bf16     # requantises a model, and ends
 """
@@ -72,8 +73,6 @@ class LlamaEngine:
         parameters.n_threads = parameters.n_threads_batch = 1
         parameters.kv_unified = True
         parameters.flash_attn_type = self._library.LLAMA_FLASH_ATTN_TYPE_ENABLED
-        if settings.model.endswith("bf16.gguf"):
-            parameters.type_k = parameters.type_v = self._library.GGML_TYPE_BF16
         return parameters
 
     def _make_sampler(self, temperature: float) -> Any:
