@@ -55,6 +55,8 @@ class ClusterConfig:
     """Most tokens that one engine step may compute."""
     redis_url: str | None = None
     """Redis or Valkey of the shared prefix index; None: an embedded Valkey on loopback."""
+    kv_interface: str = "lo"
+    """Network interfaces that the KV transfer listens on and uses, by name: "lo" is this machine alone."""
     pin_workers: bool = False
     """Give each worker a core of its own, as far as there are cores."""
     lease_s: float = 10.0
@@ -135,6 +137,8 @@ class WorkerConfig:
     """Most tokens of one engine step."""
     redis_url: str | None = None
     """Shared prefix index; None: none."""
+    kv_interface: str = "lo"
+    """As in ClusterConfig."""
     cpu_core: int | None = None
     """Core to run on; None: any."""
     lease_s: float = 10.0
@@ -211,6 +215,8 @@ def _require_range(name: str, value: float, low: float, high: float) -> None:
 def _require_engine_fields(config: ClusterConfig | WorkerConfig) -> None:
     if config.dtype not in DTYPES:
         raise BadRequest("dtype", f"must be one of {', '.join(DTYPES)}, got {config.dtype!r}")
+    if not config.kv_interface:
+        raise BadRequest("kv_interface", "must not be empty")
     _require_range("num_blocks", config.num_blocks, 1, 1 << 22)
     _require_range("block_size", config.block_size, 1, 256)
     _require_range("token_budget", config.token_budget, 1, 65536)

@@ -43,7 +43,7 @@ from engine.loop import EngineLoop, StepReport
 from engine.scheduler import Progress
 from kv_transfer.driver import HandoffDriver, Outcome
 from kv_transfer.effects import LeaseConfig
-from kv_transfer.nixl import NixlTransport
+from kv_transfer.nixl import NixlConfig, NixlTransport
 from kv_transfer.pool import MemoryPool
 from kv_transfer.prefix_index import NoPrefixIndex, PrefixIndex, RedisPrefixIndex
 from kv_transfer.session import HandoffSessions
@@ -109,7 +109,9 @@ class WorkerHost:
         lease = LeaseConfig(lease_s=self._config.lease_s, landed_timeout_s=self._config.lease_s)
         self._handoffs = HandoffSessions(self._ref, engine.pool, lease, engine.pool.match)
         memory = MemoryPool(engine.runner.kv_pool.data_ptr(), engine.pool.num_blocks, engine.block_bytes)
-        self._transport = NixlTransport(self._ref, engine.identity, memory)
+        self._transport = NixlTransport(
+            self._ref, engine.identity, memory, NixlConfig(interface=self._config.kv_interface)
+        )
         self._driver = HandoffDriver(
             self._transport, self._handoffs, time.monotonic, self._handoff_ended, on_broken=self._broken
         )

@@ -43,6 +43,7 @@ class NixlConfig:
 
     connect_timeout_s: float = 5.0  # from first byte to warm; covers a peer whose thread is busy copying
     drop_timeout_s: float = 2.0  # how long `drop` waits for what is in flight
+    interface: str | None = None  # network interfaces for UCX, "lo" or "eth0,eth1"; None: every one it finds
     probe_bytes: int = 4 << 20  # size of the scratch region and of each bandwidth probe
     periods: PollingPeriods = field(default_factory=PollingPeriods)
 
@@ -235,7 +236,7 @@ class NixlTransport:
         return connection
 
     def _open_engine(self) -> NixlEngine:
-        library = load_nixl(self._pool.memory_kind)
+        library = load_nixl(self._pool.memory_kind, self._config.interface)
         return NixlEngine(library, str(self._ref), self._pool, self._scratch, self._notice_came, self._peer_was_lost)
 
     def _notice_came(self, sender: WorkerRef, notice: bytes) -> None:

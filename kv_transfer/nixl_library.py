@@ -1,7 +1,7 @@
 """The only door to NIXL: sets UCX's environment before the library is loaded, then loads it once.
 
 `nixl_cu13._api` is imported by name, not the meta package `nixl`, which picks a CUDA major by what else is installed.
-Figures and reasons: docs/adr (NIXL), measured with UCX 1.23 as bundled in nixl-cu13 1.5.1.
+Figures and reasons: docs/adr/0003-nixl-push.md, measured with UCX 1.23 as bundled in nixl-cu13 1.5.1.
 """
 
 from __future__ import annotations
@@ -72,9 +72,14 @@ class NixlLibrary:
 
 
 @cache
-def load_nixl(memory_kind: str) -> NixlLibrary:
-    """Load NIXL for "DRAM" or "VRAM" pools. UCX reads its environment once a process: the first call decides."""
+def load_nixl(memory_kind: str, interface: str | None = None) -> NixlLibrary:
+    """Load NIXL for "DRAM" or "VRAM" pools. UCX reads its environment once a process: the first call decides.
+
+    interface: network interfaces that UCX may listen on and use, by name ("lo", "mlx5_0:1"); None: all.
+    """
     environment = _ENVIRONMENT | (_HOST_MEMORY_ENVIRONMENT if memory_kind == "DRAM" else {})
+    if interface is not None:
+        environment = environment | {"UCX_NET_DEVICES": interface}
     for name, value in environment.items():
         os.environ.setdefault(name, value)
     api = importlib.import_module("nixl_cu13._api")

@@ -22,16 +22,27 @@ def ask(cluster: RunningCluster, salt: str, prompt=CASE.prompt_ids, max_tokens: 
 
 def test_a_second_prefill_worker_gets_the_prefix_from_the_first(two_prefills: RunningCluster) -> None:
     """Two requests with the prefix already cached on one prefill worker, at once: each worker serves one of them."""
-    ask(two_prefills, "fetch", (*SHARED, 504), max_tokens=1)
-    two_prefills.wait_idle()
+    for attempt in range(5):  # on a machine that stalls, the index's bound of 50 ms may cost a hit: that is its right
+        fetched = serve_twice_at_once(two_prefills, f"fetch-{attempt}")
+        if any(fetched):
+            break
+    assert sorted(fetched) == [0, len(SHARED)]
+
+
+def serve_twice_at_once(cluster: RunningCluster, salt: str) -> list[int]:
+    """Cache the prefix on one prefill worker, then ask twice at once; how many tokens each request fetched."""
+    ask(cluster, salt, (*SHARED, 504), max_tokens=1)
+    cluster.wait_idle()
     with ThreadPoolExecutor(2) as pool:
-        answers = list(pool.map(lambda _: ask(two_prefills, "fetch"), range(2)))
-    usages = [answer["usage"]["tandem"] for answer in answers]
+        answers = list(pool.map(lambda _: ask(cluster, salt), range(2)))
     for answer in answers:
         assert tuple(answer["choices"][0]["token_ids"]) == CASE.output_ids
-    assert sorted(usage["fetched_tokens"] for usage in usages) == [0, len(SHARED)]
-    assert all(usage["computed_tokens"] <= len(CASE.prompt_ids) - len(SHARED) for usage in usages)
-    two_prefills.wait_idle()
+    cluster.wait_idle()
+    fetched = [answer["usage"]["tandem"]["fetched_tokens"] for answer in answers]
+    if any(fetched):  # then neither computed what was cached somewhere
+        computed = [answer["usage"]["tandem"]["computed_tokens"] for answer in answers]
+        assert max(computed) <= len(CASE.prompt_ids) - len(SHARED)
+    return fetched
 
 
 def test_another_salt_gets_no_hit(two_prefills: RunningCluster) -> None:
