@@ -85,7 +85,8 @@ class Controller:
         self._emptied.clear()
         self._inbox.put_nowait(StopAsked())
         try:
-            await asyncio.wait_for(self._emptied.wait(), self._config.drain_timeout_s + 2 * STOP_TIMEOUT_S)
+            async with asyncio.timeout(self._config.drain_timeout_s + 2 * STOP_TIMEOUT_S):
+                await self._emptied.wait()
         except TimeoutError:
             for actor in self._actors.values():
                 actor.kill()

@@ -215,7 +215,8 @@ class Launcher:
                 await self._controller.stop()
             for task in self._background:
                 task.cancel()
-            await asyncio.gather(*self._background, return_exceptions=True)
+            if self._background:
+                await asyncio.wait(self._background, timeout=EXIT_TIMEOUT_S)
             await self._router.stop()
             await self._ray.stop(RAY_STOP_TIMEOUT_S)
             if self._valkey is not None:

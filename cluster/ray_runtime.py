@@ -61,7 +61,8 @@ class Actor:
 
         try:
             future = getattr(self._handle, method).remote(*arguments).future()
-            return await asyncio.wait_for(asyncio.wrap_future(future), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                return await asyncio.wrap_future(future)
         except RayActorError as error:
             raise ActorLost(str(error).partition("\n")[0]) from None
         except RayTaskError as error:
@@ -95,7 +96,8 @@ class RayRuntime:
         self._thread.start()
         try:
             # Shielded: who gives up waiting must not make the future look cancelled to the thread.
-            await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(self._started)), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await asyncio.shield(asyncio.wrap_future(self._started))
         except TimeoutError:
             raise RayFailed(f"Ray did not start within {timeout_s:.0f} s") from None
 
@@ -114,7 +116,8 @@ class RayRuntime:
         if not self._thread.ident:
             return True
         try:
-            await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(self._stopped)), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await asyncio.shield(asyncio.wrap_future(self._stopped))
         except TimeoutError:
             return False
         return True

@@ -71,7 +71,8 @@ class EmbeddedValkey:
         deadline_s = time.monotonic() + timeout_s
         while time.monotonic() < deadline_s and self._process.poll() is None:
             with contextlib.suppress(OSError, TimeoutError, asyncio.IncompleteReadError):
-                return await asyncio.wait_for(_server_pid(self.port), timeout=1.0) == self._process.pid
+                async with asyncio.timeout(1.0):
+                    return await _server_pid(self.port) == self._process.pid
             await asyncio.sleep(0.02)
         return False
 

@@ -129,7 +129,8 @@ class LiveDispatcher:
         if self._outputs:
             self._idle.clear()
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._idle.wait(), grace_s)
+                async with asyncio.timeout(grace_s):
+                    await self._idle.wait()
         for output in self._outputs.values():
             output.put_nowait(Rejected(RejectReason.DRAINING, "this router is shutting down"))
         for link in list(self._links.values()):

@@ -95,7 +95,8 @@ class WorkerLink:
     async def _read_forever(self, stream: Any) -> None:
         opened = False
         while True:
-            message = await asyncio.wait_for(stream.read(), self._silence_timeout_s)
+            async with asyncio.timeout(self._silence_timeout_s):
+                message = await stream.read()
             if message is grpc.aio.EOF:
                 return
             if not opened:
