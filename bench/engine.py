@@ -369,7 +369,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--dtype", default="bfloat16", choices=DTYPES, help="of all but llama.cpp (%(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="for each figure (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=16, help="decode steps in a round (default: %(default)s)")
-    parser.add_argument("--minutes", type=float, default=12.0, help="no round starts later (default: %(default)s)")
+    parser.add_argument("--minutes", type=float, default=12.0, help="no second round starts later (%(default)s)")
     parser.add_argument("--token-budget", type=int, default=256, help="of a step; 0: each one's default (%(default)s)")
     parser.add_argument("--temperature", type=float, default=0.0, help="(default: %(default)s, greedy)")
     parser.add_argument("--clock", default="cpu", choices=CPU_CLOCK, help="(default: %(default)s)")
