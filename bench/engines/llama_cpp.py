@@ -1,8 +1,8 @@
 """llama.cpp's library in one process, by its C interface, with the batching of its server.
 
 A step is one `llama_decode`: the next token of each sequence that decodes, then prompt tokens in order of arrival up to
-the budget. The KV cache is one for all sequences (one for each, and no flash attention, were slower here), of float16
-(its default; bfloat16 was slower), and no prefix is looked for in it.
+the budget, by rising slot, as it splits a batch where slots do not rise. Each slot has its own KV cache (one for all,
+and no flash attention, were slower here), of float16 (its default; bfloat16 was slower); no prefix is looked for in it.
 
     python -m bench.engines.llama_cpp SHIPPED.gguf NEW.gguf q4_0|bf16     # requantises a model, and ends
 """
@@ -19,6 +19,7 @@ from typing import Any
 from bench.engines.driver import Settings, serve
 
 DEFAULT_TOKEN_BUDGET = 512  # its default micro-batch: more is computed in turns
+SLOT_TOKENS = 2304  # room for the longest prompt
 FILE_TYPES = {"q4_0": "LLAMA_FTYPE_MOSTLY_Q4_0", "bf16": "LLAMA_FTYPE_MOSTLY_BF16"}
 
 
@@ -51,7 +52,7 @@ class LlamaEngine:
         self.version = f"llama-cpp-python {library.__version__}"
 
     def add(self, request_id: str, prompt: list[int], max_tokens: int) -> None:
-        self._running[request_id] = Running(self._free_slots.pop(), list(prompt), 0, max_tokens)
+        self._running[request_id] = Running(self._free_slots.pop(0), list(prompt), 0, max_tokens)
 
     def step(self) -> list[str]:
         rows = self._plan()
@@ -67,11 +68,11 @@ class LlamaEngine:
 
     def _parameters(self, settings: Settings) -> Any:
         parameters = self._library.llama_context_default_params()
-        parameters.n_ctx = settings.kv_tokens
+        parameters.n_ctx = SLOT_TOKENS * settings.max_sequences
         parameters.n_batch = parameters.n_ubatch = self._budget
         parameters.n_seq_max = settings.max_sequences
         parameters.n_threads = parameters.n_threads_batch = 1
-        parameters.kv_unified = True
+        parameters.kv_unified = False
         parameters.flash_attn_type = self._library.LLAMA_FLASH_ATTN_TYPE_ENABLED
         return parameters
 
@@ -89,7 +90,7 @@ class LlamaEngine:
         """Fill the batch. Returns: for each sequence whose end is in it, the row to sample from."""
         self._batch.n_tokens = 0
         rows = {}
-        for name, item in sorted(self._running.items(), key=lambda pair: not pair[1].decoding):
+        for name, item in sorted(self._running.items(), key=lambda pair: (not pair[1].decoding, pair[1].slot)):
             chunk = item.tokens[: self._budget - self._batch.n_tokens]
             for offset, token_id in enumerate(chunk):
                 self._put(token_id, item.start + offset, item.slot)
@@ -120,7 +121,7 @@ class LlamaEngine:
     def _end(self, name: str) -> None:
         item = self._running.pop(name)
         self._library.llama_memory_seq_rm(self._memory, item.slot, -1, -1)
-        self._free_slots.append(item.slot)
+        self._free_slots = sorted([*self._free_slots, item.slot])
 
 
 def requantise(source: Path, target: Path, file_type: str) -> None:
