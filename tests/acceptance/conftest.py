@@ -17,7 +17,7 @@ def pair(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         yield cluster
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def two_prefills(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster]:
     """Two prefill workers and one decode worker, prompts computed in chunks of 64 tokens."""
     folder = tmp_path_factory.mktemp("two-prefills")

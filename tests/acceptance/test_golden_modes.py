@@ -5,13 +5,10 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import pytest
-
 from tests.acceptance.golden import CASES, MAX_TOKENS, GoldenCase
 from tests.acceptance.running_cluster import RunningCluster
 
 BLOCK_SIZE = 16
-by_name = pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
 
 
 def ask(cluster: RunningCluster, case: GoldenCase, prefill: str, salt: str, **fields: Any) -> dict[str, Any]:
@@ -21,7 +18,7 @@ def ask(cluster: RunningCluster, case: GoldenCase, prefill: str, salt: str, **fi
 
 def assert_golden(answer: dict[str, Any], case: GoldenCase) -> None:
     choice = answer["choices"][0]
-    assert tuple(choice["token_ids"]) == case.output_ids
+    assert tuple(choice["token_ids"]) == case.output_ids, case.name
     assert choice["finish_reason"] == case.finish_reason
     assert answer["usage"]["completion_tokens"] == len(case.output_ids)
     assert choice["text"] == case.output_text
@@ -37,18 +34,23 @@ def assert_moved(cluster: RunningCluster, answer: dict[str, Any], case: GoldenCa
     assert usage["computed_tokens"] == len(case.prompt_ids) - hit_tokens  # a silent recompute would count twice
 
 
-@by_name
-def test_aggregated(pair: RunningCluster, case: GoldenCase) -> None:
-    answer = ask(pair, case, "local", "aggregated")
-    assert_golden(answer, case)
-    assert answer["usage"]["tandem"]["kv_bytes_moved"] == 0
+def ask_all(cluster: RunningCluster, prefill: str, at_once: int) -> list[tuple[GoldenCase, dict[str, Any]]]:
+    """Every case, `at_once` at a time, none of which can share a prefix with another mode's."""
+    with ThreadPoolExecutor(at_once) as pool:
+        answers = pool.map(lambda case: ask(cluster, case, prefill, f"{prefill}-{at_once}-{case.name}"), CASES)
+        return list(zip(CASES, answers, strict=True))
 
 
-@by_name
-def test_disaggregated_over_nixl(pair: RunningCluster, case: GoldenCase) -> None:
-    answer = ask(pair, case, "remote", f"disaggregated-{case.name}")
-    assert_golden(answer, case)
-    assert_moved(pair, answer, case)
+def test_aggregated(pair: RunningCluster) -> None:
+    for case, answer in ask_all(pair, "local", at_once=2):
+        assert_golden(answer, case)
+        assert answer["usage"]["tandem"]["kv_bytes_moved"] == 0
+
+
+def test_disaggregated_over_nixl(pair: RunningCluster) -> None:
+    for case, answer in ask_all(pair, "remote", at_once=2):
+        assert_golden(answer, case)
+        assert_moved(pair, answer, case)
 
 
 def test_disaggregated_with_the_prefix_already_cached(pair: RunningCluster) -> None:
@@ -72,9 +74,7 @@ def test_disaggregated_with_16_in_flight_at_once(pair: RunningCluster) -> None:
 
 
 def test_disaggregated_in_chunks_of_64_tokens_on_two_prefill_workers(two_prefills: RunningCluster) -> None:
-    with ThreadPoolExecutor(4) as pool:
-        answers = list(pool.map(lambda case: ask(two_prefills, case, "remote", f"chunks-{case.name}"), CASES))
-    for case, answer in zip(CASES, answers, strict=True):
+    for case, answer in ask_all(two_prefills, "remote", at_once=4):
         assert_golden(answer, case)
         assert_moved(two_prefills, answer, case)
     two_prefills.wait_idle()
