@@ -33,5 +33,3 @@ def load_cases() -> list[GoldenCase]:
 
 CASES = load_cases()
 MAX_TOKENS = 64
-EOS_ID = 2
-EOS_ENDS = {"stop": "stop", "length": "length"}
