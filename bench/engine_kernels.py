@@ -42,7 +42,7 @@ DECODE_BATCHES: Final = (1, 8, 32)
 DECODE_CONTEXT: Final = 512
 NUM_BLOCKS: Final = 32 * DECODE_CONTEXT // PAGE_TOKENS
 ATTENTION_SOURCE: Final = Path(__file__).parent / "engine_attention.cpp"
-GREEDY: Final = SampleSpec(SamplingParams(temperature=0.0), 0)
+GREEDY: Final = (SampleSpec(SamplingParams(temperature=0.0), 0),)
 RUNNERS: Final[dict[str, Any]] = {"cpu": CpuModelRunner, "torch": TorchModelRunner}
 
 

@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 
 from core.blocks import KvGeometry
+from core.errors import InvariantBroken
 from engine.step import Drawn, StepPlan
 
 
@@ -25,10 +26,18 @@ class ModelRunner(Protocol):
         """[num_blocks, num_layers, 2, num_kv_heads, ...], contiguous: a block is one run of `geometry.block_bytes`."""
         ...
 
-    def run(self, plan: StepPlan) -> Sequence[Drawn | None]:
-        """Write the KV of every slice into its blocks and draw one token for each slice that asks for one.
+    def run(self, plan: StepPlan) -> Sequence[tuple[Drawn, ...]]:
+        """Copy blocks, write the KV of every slice into its own, and draw what each slice asks for.
 
-        Returns: for each slice, in order, what was drawn (engine.sampler.draw), or None where `sample` is None.
+        Returns: for each slice, in order, what was drawn for its `samples` (engine.sampler.draw).
         Raises: InvariantBroken: a block table does not cover its slice, or a block id lies outside the pool.
         """
         ...
+
+
+def copy_blocks(kv_pool: torch.Tensor, copies: Sequence[tuple[int, int]]) -> None:
+    """Do a plan's copies; `kv_pool` is [num_blocks, ...]. Raises InvariantBroken: a block lies outside the pool."""
+    for source, target in copies:
+        if not (0 <= source < len(kv_pool) and 0 <= target < len(kv_pool)):
+            raise InvariantBroken(f"copy of block {source} to {target} in a pool of {len(kv_pool)}")
+        kv_pool[target].copy_(kv_pool[source])

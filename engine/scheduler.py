@@ -198,7 +198,7 @@ class Scheduler:
         self._age(chosen)
         return self._in_flight
 
-    def commit(self, plan: StepPlan, drawn: Collection[Drawn | None]) -> list[Progress]:
+    def commit(self, plan: StepPlan, drawn: Collection[tuple[Drawn, ...]]) -> list[Progress]:
         """Take what was drawn for each slice of the step in flight, in order."""
         if plan is not self._in_flight or len(drawn) != len(plan.slices):
             raise InvariantBroken("commit of a step that is not in flight")
@@ -340,10 +340,11 @@ class Scheduler:
             self.pool.cache(sequence.blocks[index], sequence.hashes[index])
         sequence.num_cached_blocks = num_full
 
-    def _advance(self, sequence: Sequence, drawn: Drawn | None) -> Progress:
+    def _advance(self, sequence: Sequence, answer: tuple[Drawn, ...]) -> Progress:
         table, computed = tuple(sequence.blocks), sequence.num_computed
-        if drawn is None:
+        if not answer:
             return Progress(sequence.request_id, computed, table, delta=None)
+        [drawn] = answer
         token_id, logprobs = (drawn.token_id, (drawn.logprobs,)) if isinstance(drawn, ScoredToken) else (drawn, ())
         reason, matched = sequence.append(token_id)
         delta = TokenDelta(

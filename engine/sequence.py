@@ -119,7 +119,7 @@ class Sequence:
             token_ids=tuple(self.tokens[self.num_computed : end]),
             start=self.num_computed,
             block_table=tuple(self.blocks[: self.num_blocks_to(end)]),
-            sample=self._sample_spec() if end == self.num_known else None,
+            samples=(self._sample_spec(),) if end == self.num_known else (),
         )
 
     def _sample_spec(self) -> SampleSpec:

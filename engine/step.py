@@ -6,7 +6,9 @@ in the KV pool.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
 
 from core.request import SamplingParams, TokenLogprobs
 
@@ -45,14 +47,15 @@ class SequenceSlice:
     token_ids: at least one; the first stands at absolute position `start`, and the KV of positions
         [0, start) is already in the pool.
     block_table: ids of the blocks that cover positions [0, start + len(token_ids)), in token order.
-    sample: None when the slice does not reach the end of the known tokens.
+    samples: what to draw from the logits of the last token; several where a prompt is continued more than once, none
+        where the slice does not reach the end of the known tokens.
     """
 
     request_id: str
     token_ids: tuple[int, ...]
     start: int
     block_table: tuple[int, ...]
-    sample: SampleSpec | None
+    samples: tuple[SampleSpec, ...] = ()
 
     @property
     def end(self) -> int:
@@ -72,10 +75,24 @@ Drawn = int | ScoredToken  # a bare id for all specs without `top_logprobs`
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """All slices of one step. The runner answers with what it drew, or None, for each slice in order."""
+    """All slices of one step. The runner answers with what it drew for each slice, in order.
+
+    copies: (source, target) blocks to copy, whole, before anything of the step is written. No target is a source.
+    """
 
     slices: tuple[SequenceSlice, ...]
+    copies: tuple[tuple[int, int], ...] = ()
 
     @property
     def num_tokens(self) -> int:
         return sum(len(item.token_ids) for item in self.slices)
+
+    @property
+    def samples(self) -> list[SampleSpec]:
+        """Every draw of the step, in order: a row of logits each."""
+        return [spec for item in self.slices for spec in item.samples]
+
+    def by_slice(self, drawn: Iterable[Drawn]) -> list[tuple[Drawn, ...]]:
+        """What was drawn for `samples`, slice by slice."""
+        rest = iter(drawn)
+        return [tuple(islice(rest, len(item.samples))) for item in self.slices]

@@ -14,6 +14,7 @@ from engine.attention.backend import AttentionBatch
 from engine.attention.cpu import CpuAttention
 from engine.model_config import ModelConfig
 from engine.models.decoder import DecoderModel
+from engine.runner import copy_blocks
 from engine.sampler import draw
 from engine.step import Drawn, SequenceSlice, StepPlan
 from engine.weights import load_weights
@@ -77,17 +78,16 @@ class TorchModelRunner:
         """See ModelRunner."""
         return self._kv_pool
 
-    def run(self, plan: StepPlan) -> list[Drawn | None]:
+    def run(self, plan: StepPlan) -> list[tuple[Drawn, ...]]:
         """See ModelRunner."""
-        specs = [item.sample for item in plan.slices if item.sample is not None]
+        copy_blocks(self._kv_pool, plan.copies)
         with torch.inference_mode():
-            drawn = iter(draw(self.logits(plan), specs))
-        return [None if item.sample is None else next(drawn) for item in plan.slices]
+            return plan.by_slice(draw(self.logits(plan), plan.samples))
 
     def logits(self, plan: StepPlan) -> torch.Tensor:
-        """Compute a step; next-token logits of the slices with `sample`, in order.
+        """Compute a step, without its copies; next-token logits for each of its samples, in order.
 
-        Returns: [slices with sample, vocab_size], float32.
+        Returns: [num_samples, vocab_size], float32.
         Raises: InvariantBroken: see ModelRunner.run.
         """
         with torch.inference_mode():
@@ -139,10 +139,9 @@ def _torch_dtype(name: str) -> torch.dtype:
 
 
 def _sampled_rows(slices: Sequence[SequenceSlice]) -> torch.Tensor:
-    """Index in the step of the last token of each slice with `sample`, int64."""
+    """Index in the step of the token whose logits each sample is drawn from, int64."""
     rows, end = [], 0
     for item in slices:
         end += len(item.token_ids)
-        if item.sample is not None:
-            rows.append(end - 1)
+        rows += [end - 1] * len(item.samples)
     return torch.tensor(rows, dtype=torch.int64)

@@ -17,6 +17,7 @@ from engine.cpu.library import Int32Array, KernelEngine, KernelLibrary
 from engine.cpu.memory import HugeMemory
 from engine.cpu.packing import pack_weights, pad_columns
 from engine.model_config import ModelConfig
+from engine.runner import copy_blocks
 from engine.sampler import draw
 from engine.step import Drawn, SampleSpec, SequenceSlice, StepPlan
 from engine.weights import ModelWeights, load_weights
@@ -99,29 +100,28 @@ class CpuModelRunner:
         The order inside a page is `kv_layout`'s."""
         return self._kv_pool
 
-    def run(self, plan: StepPlan) -> list[Drawn | None]:
+    def run(self, plan: StepPlan) -> list[tuple[Drawn, ...]]:
         """See ModelRunner."""
+        copy_blocks(self._kv_pool, plan.copies)
         logits, greedy_ids = self._compute(plan.slices)
-        specs = [item.sample for item in plan.slices if item.sample is not None]
-        drawn = iter(_draw(logits, greedy_ids.tolist(), specs))
-        return [None if item.sample is None else next(drawn) for item in plan.slices]
+        return plan.by_slice(_draw(logits, greedy_ids.tolist(), plan.samples))
 
     def logits(self, plan: StepPlan) -> torch.Tensor:
-        """Compute a step; next-token logits of the slices with `sample`, in order.
+        """Compute a step, without its copies; next-token logits for each of its samples, in order.
 
-        Returns: [slices with sample, vocab_size], float32, good until the next step.
+        Returns: [num_samples, vocab_size], float32, good until the next step.
         Raises: InvariantBroken: see ModelRunner.run.
         """
         return self._compute(plan.slices)[0]
 
     def _compute(self, slices: Sequence[SequenceSlice]) -> tuple[torch.Tensor, Int32Array]:
-        """Logits and greedy choices, -1 where a logit is not finite, of the slices with `sample`."""
+        """Logits and greedy choices, -1 where a logit is not finite, for each sample of the slices."""
         token_ids = _flat([item.token_ids for item in slices])
         block_ids = _flat([item.block_table for item in slices])
         self._check(slices, token_ids, block_ids)
         lengths = [len(item.token_ids) for item in slices]
         ends = list(accumulate(lengths))
-        logit_rows = [end - 1 for item, end in zip(slices, ends, strict=True) if item.sample is not None]
+        logit_rows = [end - 1 for item, end in zip(slices, ends, strict=True) for _spec in item.samples]
         table_lengths = [len(item.block_table) for item in slices]
         if len(self._logits) < len(logit_rows):
             self._logits = torch.empty((len(logit_rows), self._logits.shape[1]))

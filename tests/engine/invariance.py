@@ -56,7 +56,7 @@ def assert_batches_agree(runner: TorchModelRunner, lengths: tuple[int, ...]) -> 
         slices = tuple(_slice_or_decode(sequences[index], prompts[index], order.choice(CHUNKS)) for index in chosen)
         logits = iter(runner.logits(StepPlan(slices)))
         for index, item in zip(chosen, slices, strict=True):
-            if item.sample is not None:
+            if item.samples:
                 forced = item.end - len(prompts[index]) + NEW_TOKENS
                 assert torch.equal(next(logits), expected[index][forced]), (lengths[index], forced)
 

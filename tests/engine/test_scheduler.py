@@ -135,8 +135,7 @@ def test_until_min_tokens_eos_and_stop_ids_are_banned() -> None:
     for _ in range(5):
         plan = bench.scheduler.plan()
         assert plan is not None
-        sample = plan.slices[0].sample
-        assert sample is not None
+        [sample] = plan.samples
         banned.append(set(sample.banned_token_ids))
         bench.take(bench.scheduler.commit(plan, bench.memory.run(plan)))
     assert banned == [{7, 9}, {7, 9}, {7, 9}, set(), set()]
@@ -230,8 +229,8 @@ def test_penalties_see_prompt_and_output_and_cost_nothing_when_off() -> None:
     for position in range(4):
         plan = bench.scheduler.plan()
         assert plan is not None
-        specs = {item.request_id: item.sample for item in plan.slices}
-        seen = {name: (spec.prompt_token_ids, spec.output_token_ids) for name, spec in specs.items() if spec}
+        specs = {item.request_id: item.samples[0] for item in plan.slices}
+        seen = {name: (spec.prompt_token_ids, spec.output_token_ids) for name, spec in specs.items()}
         assert seen["on"] == ((1, 2, 3), tuple(bench.outputs["on"]))
         assert seen["presence"] == ((), tuple(bench.outputs["presence"]))
         assert seen["off"] == ((), ())
@@ -247,7 +246,7 @@ def test_logprobs_reach_the_delta() -> None:
     plan = bench.scheduler.plan()
     assert plan is not None
     logprobs = TokenLogprobs(-0.5, ((7, -0.5), (8, -1.5)))
-    scored, bare = bench.scheduler.commit(plan, [ScoredToken(7, logprobs), 8])
+    scored, bare = bench.scheduler.commit(plan, [(ScoredToken(7, logprobs),), (8,)])
     assert scored.delta is not None and bare.delta is not None
     assert (scored.delta.token_ids, scored.delta.logprobs) == ((7,), (logprobs,))
     assert (bare.delta.token_ids, bare.delta.logprobs) == ((8,), ())

@@ -26,7 +26,7 @@ from core.request import GenerateRequest, SamplingParams, StopConditions, TokenL
 from engine.block_pool import BlockPool
 from engine.scheduler import Reservation
 from engine.sequence import Sequence
-from engine.step import ScoredToken, SequenceSlice
+from engine.step import Drawn, ScoredToken, SequenceSlice
 from tests.engine.scheduler_bench import BLOCK_SIZE, Bench, request
 from tests.engine.token_memory import TokenMemory, next_token, undisturbed
 
@@ -272,11 +272,10 @@ def test_what_a_preempted_request_computed_is_found_again_unless_it_was_needed()
 class ScoringMemory(TokenMemory):
     """Draws with a log probability that depends on all tokens before."""
 
-    def _draw(self, item: SequenceSlice) -> ScoredToken | None:  # type: ignore[override]
-        if item.sample is None:
-            return None
+    def _draw(self, item: SequenceSlice) -> tuple[Drawn, ...]:
         context = self.context(item)
-        return ScoredToken(next_token(context), TokenLogprobs(-next_token([*context, 1]) / 1000))
+        scored = ScoredToken(next_token(context), TokenLogprobs(-next_token([*context, 1]) / 1000))
+        return tuple(scored for _spec in item.samples)
 
 
 @pytest.mark.parametrize("way", ["chunked", "prefix hit", "preempted"])

@@ -93,7 +93,7 @@ def test_sharded_files_give_the_same_logits(folder: Path, tmp_path: Path) -> Non
         save_file({name: tensors[name] for name in held}, sharded / file)
     weight_map = {name: file for file, held in shards.items() for name in held}
     write_json(sharded / "model.safetensors.index.json", {"weight_map": weight_map})
-    plan = StepPlan((SequenceSlice("a", (5, 6, 7), 0, (0,), SampleSpec(SamplingParams(), 0)),))
+    plan = StepPlan((SequenceSlice("a", (5, 6, 7), 0, (0,), (SampleSpec(SamplingParams(), 0),)),))
     single, split = (TorchModelRunner.load(path, "float32", 4).logits(plan) for path in (folder, sharded))
     assert torch.equal(single, split)
     (sharded / "model-2.safetensors").unlink()
@@ -165,7 +165,7 @@ def test_digest_of_nothing(tmp_path: Path) -> None:
         weights_digest(tmp_path)
 
 
-GREEDY = SampleSpec(SamplingParams(temperature=0.0), 0)
+GREEDY = (SampleSpec(SamplingParams(temperature=0.0), 0),)
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ GREEDY = SampleSpec(SamplingParams(temperature=0.0), 0)
 )
 def test_broken_plans_are_bugs(tmp_path: Path, item: SequenceSlice, message: str) -> None:
     runner = TorchModelRunner.load(write_tiny_model(tmp_path / "model", max_context_tokens=64), "float32", 8)
-    assert runner.run(StepPlan((SequenceSlice("r", (5, 6), 0, (1,), None),))) == [None]
+    assert runner.run(StepPlan((SequenceSlice("r", (5, 6), 0, (1,)),))) == [()]
     with pytest.raises(InvariantBroken, match=message):
         runner.run(StepPlan((item,)))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import struct
 
-from engine.step import SequenceSlice, StepPlan
+from engine.step import Drawn, SequenceSlice, StepPlan
 
 VOCAB_SIZE = 1000
 
@@ -26,7 +26,7 @@ class TokenMemory:
         self.slots: dict[tuple[int, int], int] = {}
         self.computed_tokens = 0
 
-    def run(self, plan: StepPlan) -> list[int | None]:
+    def run(self, plan: StepPlan) -> list[tuple[Drawn, ...]]:
         for item in plan.slices:  # all writes come before all reads, as in one fused step
             for position, token in enumerate(item.token_ids, item.start):
                 self.slots[self._slot(item, position)] = token
@@ -43,11 +43,9 @@ class TokenMemory:
             found.append(token)
         return found
 
-    def _draw(self, item: SequenceSlice) -> int | None:
+    def _draw(self, item: SequenceSlice) -> tuple[Drawn, ...]:
         context = self.context(item)
-        if item.sample is None:
-            return None
-        return next_token(context)
+        return tuple(next_token(context) for _spec in item.samples)
 
     def _slot(self, item: SequenceSlice, position: int) -> tuple[int, int]:
         return item.block_table[position // self.block_size], position % self.block_size

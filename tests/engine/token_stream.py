@@ -9,7 +9,7 @@ import torch
 
 from core.blocks import num_blocks_for
 from core.request import SamplingParams
-from engine.step import SampleSpec, SequenceSlice, StepPlan
+from engine.step import Drawn, SampleSpec, SequenceSlice, StepPlan
 from engine.torch_runner import TorchModelRunner
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -33,7 +33,7 @@ class PooledSequence:
             token_ids=tuple(self.token_ids[start:end]),
             start=start,
             block_table=self.block_table[: num_blocks_for(end, 16)],
-            sample=SampleSpec(GREEDY, position) if end == len(self.token_ids) else None,
+            samples=(SampleSpec(GREEDY, position),) if end == len(self.token_ids) else (),
         )
 
 
@@ -65,17 +65,16 @@ def generate(
     """Greedy outputs of the given lengths: prompts in chunks one by one, then all decodes in one batch."""
     sequences = pooled_sequences(runner, prompts, max(lengths), random.Random(0))
     for sequence in sequences:
-        token = None
-        while token is None:
-            [token] = runner.run(StepPlan((sequence.next_slice(chunk_tokens),)))
-        sequence.token_ids.append(token)
+        drawn: tuple[Drawn, ...] = ()
+        while not drawn:
+            [drawn] = runner.run(StepPlan((sequence.next_slice(chunk_tokens),)))
+        sequence.token_ids += drawn
     wanted = [len(prompt) + length for prompt, length in zip(prompts, lengths, strict=True)]
     while True:
         running = [item for item, end in zip(sequences, wanted, strict=True) if len(item.token_ids) < end]
         if not running:
             break
-        drawn = runner.run(StepPlan(tuple(item.next_slice(1) for item in running)))
-        for item, token in zip(running, drawn, strict=True):
-            assert token is not None
-            item.token_ids.append(token)
+        step = runner.run(StepPlan(tuple(item.next_slice(1) for item in running)))
+        for item, tokens in zip(running, step, strict=True):
+            item.token_ids += tokens
     return [item.token_ids[len(prompt) :] for item, prompt in zip(sequences, prompts, strict=True)]

@@ -41,7 +41,7 @@ from decode_worker.session import DecodeConfig, DecodeSession
 from engine.block_pool import BlockPool
 from engine.scheduler import Scheduler, SchedulerConfig
 from engine.sequence import ModelLimits
-from engine.step import SequenceSlice, StepPlan
+from engine.step import Drawn, SequenceSlice, StepPlan
 from kv_transfer.effects import LeaseConfig, Notify, Push, SourceEnded, TargetFailed, TargetLanded
 from kv_transfer.session import HandoffSessions
 from prefill_worker.session import LookUpPrefix, PrefillConfig, PrefillSession
@@ -96,7 +96,7 @@ class ChainMemory(TokenMemory):
         super().__init__(NUM_BLOCKS, BLOCK_SIZE)
         self._salt_of = salt_of
 
-    def run(self, plan: StepPlan) -> list[int | None]:
+    def run(self, plan: StepPlan) -> list[tuple[Drawn, ...]]:
         for item in plan.slices:
             before = self._before(item)
             for position, token in enumerate(item.token_ids, item.start):
@@ -598,18 +598,18 @@ class Host:
             return
         self.stepping = True
         duration_s = self.world.rng.uniform(0.02, 0.2)
-        drawn: list[int | None] = []
+        drawn: list[tuple[Drawn, ...]] = []
         self.world.at(duration_s / 2, lambda: self.do(lambda: drawn.extend(self.compute(plan))))
         self.world.at(duration_s, lambda: self.do(lambda: self.stepped(plan, drawn)))
 
-    def compute(self, plan: StepPlan) -> list[int | None]:
+    def compute(self, plan: StepPlan) -> list[tuple[Drawn, ...]]:
         for item in plan.slices:
             unowned = [block for block in item.block_table if self.pool._references[block] == 0]
             if unowned:
                 raise WriteIntoForeignBlock(f"step of {item.request_id} on {self.ref}: {unowned} are not used")
         return self.memory.run(plan)
 
-    def stepped(self, plan: StepPlan, drawn: list[int | None]) -> None:
+    def stepped(self, plan: StepPlan, drawn: list[tuple[Drawn, ...]]) -> None:
         progress = self.scheduler.commit(plan, drawn)
         self.stepping = False
         if isinstance(self.session, PrefillSession):

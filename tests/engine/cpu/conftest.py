@@ -13,7 +13,7 @@ from tests.engine.cpu.kernels import Kernels
 NUM_BLOCKS = 512
 
 if find_compiler() is None:
-    collect_ignore = ["test_kernels.py", "test_exactness.py", "test_build.py"]
+    collect_ignore = ["test_kernels.py", "test_exactness.py", "test_fork_steps.py", "test_build.py"]
 
 
 @pytest.fixture(scope="session", params=[FOR_THIS_MACHINE, PORTABLE], ids=["native", "portable"])
