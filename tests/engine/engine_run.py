@@ -1,0 +1,77 @@
+"""One scheduler over a real runner, stepped by hand: what a worker's engine loop does, without its thread."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Iterable
+
+from core.request import FinishReason, GenerateRequest
+from engine.block_pool import BlockPool
+from engine.runner import ModelRunner
+from engine.scheduler import Progress, Scheduler, SchedulerConfig
+from engine.sequence import ModelLimits
+
+EOS = 2  # of the default model
+TAKING, GIVING = 0.1, 0.2  # chances at each step
+
+
+class EngineRun:
+    """The pool, and so the prefix cache, lives as long as the run; every batch of requests gets a new scheduler."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+        self._limits = ModelLimits(runner.geometry.block_size, runner.max_context_tokens, (EOS,))
+        self.pool = BlockPool(len(runner.kv_pool))
+        self.num_preemptions = 0
+        self.cached_tokens: dict[str, int] = {}
+
+    def generate(
+        self, requests: Iterable[GenerateRequest], config: SchedulerConfig, disturb: random.Random | None = None
+    ) -> dict[str, list[int]]:
+        """Output tokens by request id.
+
+        disturb: draws the steps at which all free blocks are taken away for a while, so that somebody is preempted.
+        """
+        scheduler = Scheduler(config, self.pool, self._limits, b"d" * 32, _no_stop_strings)
+        for request in requests:
+            scheduler.add(scheduler.new_sequence(request))
+        outputs: dict[str, list[int]] = defaultdict(list)
+        taken: list[int] = []
+        while True:
+            if disturb is not None:
+                taken = self._take_or_give_room(taken, disturb)
+            plan = scheduler.plan()
+            if plan is not None:
+                for item in scheduler.commit(plan, self._runner.run(plan)):
+                    self._take(item, outputs)
+            elif taken:
+                self.pool.release(taken)
+                taken = []
+            else:
+                break
+        self.num_preemptions += scheduler.num_preemptions
+        assert self.pool.num_used == 0
+        return dict(outputs)
+
+    def _take_or_give_room(self, taken: list[int], disturb: random.Random) -> list[int]:
+        """Now and then take all free blocks, or give them back. Returns: those that are taken."""
+        if not taken:
+            return (self.pool.allocate(self.pool.num_free) or []) if disturb.random() < TAKING else []
+        if disturb.random() < GIVING:
+            self.pool.release(taken)
+            return []
+        return taken
+
+    def _take(self, item: Progress, outputs: dict[str, list[int]]) -> None:
+        if (delta := item.delta) is None:
+            return
+        assert delta.position == len(outputs[item.request_id])
+        outputs[item.request_id] += delta.token_ids
+        if delta.usage is not None:
+            self.cached_tokens[item.request_id] = delta.usage.cached_tokens
+        assert delta.finish_reason in (None, FinishReason.STOP, FinishReason.LENGTH)
+
+
+def _no_stop_strings(request: GenerateRequest) -> None:
+    raise AssertionError(f"{request.request_id} has stop strings")
