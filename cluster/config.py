@@ -63,6 +63,9 @@ class ClusterConfig:
     """How long a hand-off's blocks stay reserved without a word from the other side."""
     start_timeout_s: float = 120.0
     """A worker or router that is not up by then has failed."""
+    local_prefill_cost: float = 2.0
+    """A prompt is computed on its decode worker when that gives its first token so many times sooner than the prefill
+    workers would. 1: wherever it is sooner; .inf: always on a prefill worker."""
     drain_timeout_s: float = 5.0
     """How long running requests may go on after a stop was asked for."""
     heartbeat_timeout_s: float = 20.0
@@ -81,6 +84,8 @@ class ClusterConfig:
         for name in ("http_host", "grpc_host", "registry_host"):
             if not getattr(self, name):
                 raise BadRequest(name, "must not be empty")
+        if not self.local_prefill_cost >= 1.0:
+            raise BadRequest("local_prefill_cost", f"must be a number of at least 1, got {self.local_prefill_cost}")
         for name in ("lease_s", "start_timeout_s", "drain_timeout_s", "heartbeat_timeout_s"):
             _require_range(name, getattr(self, name), 0.1, 3600.0)
         _require_engine_fields(self)

@@ -31,6 +31,7 @@ from cluster.status_client import RouterUnreachable, fetch_status, missing, repo
 from cluster.valkey import EmbeddedValkey
 from core.errors import TandemError
 from router.config import RouterConfig
+from router.dispatcher import DispatcherConfig
 
 RAY_START_TIMEOUT_S: Final = 60.0
 RAY_STOP_TIMEOUT_S: Final = 15.0
@@ -195,6 +196,7 @@ class Launcher:
             registry_port=config.registry_port,
             drain_timeout_s=config.drain_timeout_s,
             max_context_tokens=config.num_blocks * config.block_size,
+            dispatcher=DispatcherConfig(local_prefill_cost=config.local_prefill_cost),
         )
 
     def _core_of(self, worker_id: str) -> int | None:

@@ -57,12 +57,19 @@ NEXT_STAGES: Final[dict[Stage, frozenset[Stage]]] = {
 @dataclass(frozen=True, slots=True)
 class DispatcherConfig:
     """max_open_requests: most requests in any stage. queue_timeout_s: longest wait for ready workers.
-    max_attempts: plans a request may have before its first token. request_timeout_s: longest life of a request."""
+    max_attempts: plans a request may have before its first token. request_timeout_s: longest life of a request.
+    local_prefill_cost: a prompt is computed on its decode worker when that gives its first token so many times sooner
+    than the prefill workers would; inf: never while there are any."""
 
     max_open_requests: int = 1024
     queue_timeout_s: float = 30.0
     max_attempts: int = 3
     request_timeout_s: float = 1800.0
+    local_prefill_cost: float = 2.0
+
+    def __post_init__(self) -> None:
+        if not self.local_prefill_cost >= 1.0:
+            raise BadRequest("local_prefill_cost", f"must be a number of at least 1, got {self.local_prefill_cost}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +117,8 @@ class _Flow:
     attempt: int = 0
     attempt_id: str = ""
     choice: Choice | None = None
-    prefill_open: bool = False  # the prefill worker still counts this request
+    prefill_open: bool = False  # the prompt's first token has not come from the worker that computes it
+    prefill_begun_s: float = 0.0
     next_position: int = 0
     early: dict[int, TokenDelta] = field(default_factory=dict)  # decode's tokens that overtook the first one
 
@@ -155,7 +163,7 @@ class Dispatcher:
             raise BadRequest("max_tokens", f"prompt and output, {most_tokens} tokens, fit into no worker's KV pool")
         flow = _Flow(request, placement, now + self._config.request_timeout_s, now + self._config.queue_timeout_s)
         self._flows[request.request_id] = flow
-        return self._plan(flow)
+        return self._plan(flow, now)
 
     def cancel(self, request_id: str) -> list[Effect]:
         """The client left, or has what it wanted. Unknown ids are ignored."""
@@ -173,14 +181,14 @@ class Dispatcher:
                 view = self._view.get(worker)
                 if view is not None:
                     view.load = load
-                return [effect for delta in deltas for effect in self._tokens(worker, delta)]
+                return [effect for delta in deltas for effect in self._tokens(worker, delta, now)]
             case Reserved():
-                return self._reserved(answer)
+                return self._reserved(answer, now)
             case Refused():
                 return self._refused(worker, answer, now)
             case PeerConnected():
                 self._view.connected(worker, answer)
-                return self.serve_queue()
+                return self.serve_queue(now)
             case _:
                 assert_never(answer)
 
@@ -197,11 +205,10 @@ class Dispatcher:
                 effects += self._plan_again(flow, WorkerLost(worker.worker_id, "it died or its stream broke"), now)
         return effects
 
-    def serve_queue(self) -> list[Effect]:
+    def serve_queue(self, now: float) -> list[Effect]:
         """Plan those who wait, in order, as far as workers are ready."""
-        return [
-            effect for flow in list(self._flows.values()) if flow.stage is Stage.QUEUED for effect in self._plan(flow)
-        ]
+        queued = [flow for flow in self._flows.values() if flow.stage is Stage.QUEUED]
+        return [effect for flow in queued for effect in self._plan(flow, now)]
 
     def tick(self, now: float) -> list[Effect]:
         """End what has waited too long."""
@@ -215,8 +222,8 @@ class Dispatcher:
                 effects += self._fail(flow, Rejected(RejectReason.TIMEOUT, message))
         return effects
 
-    def _plan(self, flow: _Flow) -> list[Effect]:
-        choice = choose(flow.request, flow.placement, self._view)
+    def _plan(self, flow: _Flow, now: float) -> list[Effect]:
+        choice = choose(flow.request, flow.placement, self._view, self._config.local_prefill_cost)
         if choice is None:
             return []
         flow.attempt += 1
@@ -225,21 +232,23 @@ class Dispatcher:
         self._attempts[flow.attempt_id] = flow
         num_tokens = flow.request.num_prompt_tokens
         self._view.assign(choice.decode, num_tokens)
+        self._view.prefills(choice.prefill or choice.decode).begin(num_tokens)
+        flow.prefill_open, flow.prefill_begun_s = True, now
         request = replace(flow.request, request_id=flow.attempt_id)
         planned = Planned(flow.request.request_id, flow.attempt, flow.attempt_id, choice)
         if choice.prefill is None:
             flow.move(Stage.DECODING)
             return [planned, Send(choice.decode, StartGeneration(request))]
         flow.move(Stage.RESERVING)
-        flow.prefill_open = True
         self._view.assign(choice.prefill, num_tokens)
         return [planned, Send(choice.decode, ReserveBlocks(request, flow.attempt_id, choice.prefill))]
 
-    def _reserved(self, answer: Reserved) -> list[Effect]:
+    def _reserved(self, answer: Reserved, now: float) -> list[Effect]:
         flow = self._attempts.get(answer.request_id)
         if flow is None or flow.stage is not Stage.RESERVING or flow.choice is None or flow.choice.prefill is None:
             return []
         flow.move(Stage.PREFILLING)
+        flow.prefill_begun_s = now
         request = replace(flow.request, request_id=flow.attempt_id)
         return [Send(flow.choice.prefill, StartPrefill(request, answer.ticket))]
 
@@ -260,12 +269,15 @@ class Dispatcher:
             case _:
                 assert_never(answer.reason)
 
-    def _tokens(self, worker: WorkerRef, delta: TokenDelta) -> list[Effect]:
+    def _tokens(self, worker: WorkerRef, delta: TokenDelta, now: float) -> list[Effect]:
         flow = self._attempts.get(delta.request_id)
         if flow is None or flow.choice is None:
             return []
         if worker == flow.choice.prefill and flow.stage is Stage.PREFILLING:
             flow.move(Stage.DECODING)
+        if flow.prefill_open and flow.stage is Stage.DECODING and worker == (flow.choice.prefill or worker):
+            computed_tokens = delta.usage.computed_tokens if delta.usage else flow.request.num_prompt_tokens
+            self._view.prefills(worker).learn(flow.prefill_begun_s, now, computed_tokens)
             self._close_prefill(flow)
         flow.early.setdefault(delta.position, delta)
         effects: list[Effect] = []
@@ -288,7 +300,7 @@ class Dispatcher:
         flow.early.clear()
         flow.move(Stage.QUEUED)
         flow.queue_deadline_s = now + self._config.queue_timeout_s
-        return effects + self._plan(flow)
+        return effects + self._plan(flow, now)
 
     def _fail(self, flow: _Flow, error: TandemError) -> list[Effect]:
         effects = self._recall(flow)
@@ -318,6 +330,9 @@ class Dispatcher:
             self._view.unassign(flow.choice.decode, flow.request.num_prompt_tokens)
 
     def _close_prefill(self, flow: _Flow) -> None:
-        if flow.prefill_open and flow.choice is not None and flow.choice.prefill is not None:
-            flow.prefill_open = False
+        if not flow.prefill_open or flow.choice is None:
+            return
+        flow.prefill_open = False
+        self._view.prefills(flow.choice.prefill or flow.choice.decode).end(flow.request.num_prompt_tokens)
+        if flow.choice.prefill is not None:
             self._view.unassign(flow.choice.prefill, flow.request.num_prompt_tokens)

@@ -147,7 +147,7 @@ class LiveDispatcher:
             if other.ref != info.ref and other.life is not Life.STARTING:
                 link.send(PeerJoined(other.info))
                 self._links[other.ref].send(PeerJoined(info))
-        self._perform(self._dispatcher.serve_queue())
+        self._perform(self._dispatcher.serve_queue(time.monotonic()))
 
     def _lost(self, ref: WorkerRef, reason: str) -> None:
         log_state(logger, logging.WARNING, worker_id=ref, state="gone", reason=reason)

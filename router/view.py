@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from core.errors import BadRequest
 from core.membership import Life, Role, WorkerInfo, WorkerLoad, WorkerRef, next_life
 from core.messages import PeerConnected
+from router.policy.decide import PrefillQueue
 
 
 @dataclass(slots=True, eq=False)
@@ -19,6 +20,7 @@ class WorkerView:
     load: WorkerLoad = field(default_factory=WorkerLoad)
     open_requests: int = 0
     open_tokens: int = 0
+    prefills: PrefillQueue = field(default_factory=PrefillQueue)
     peers: dict[WorkerRef, PeerConnected] = field(default_factory=dict)
 
     @property
@@ -92,6 +94,11 @@ class ClusterView:
         if worker is not None:
             worker.open_requests -= 1
             worker.open_tokens -= num_tokens
+
+    def prefills(self, ref: WorkerRef) -> PrefillQueue:
+        """The prompts under way on a worker; of one that is gone, an empty queue that nobody reads."""
+        worker = self._workers.get(ref)
+        return PrefillQueue() if worker is None else worker.prefills
 
     def workers(self, role: Role | None = None) -> list[WorkerView]:
         """In the order in which they registered."""

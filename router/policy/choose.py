@@ -11,6 +11,7 @@ from enum import StrEnum
 
 from core.membership import Life, Role, WorkerRef
 from core.request import GenerateRequest, Placement
+from router.policy.decide import remote_pays
 from router.view import ClusterView, WorkerView
 
 
@@ -18,7 +19,8 @@ class ChoiceReason(StrEnum):
     """Why the prompt is prefilled where it is; log field and metric label."""
 
     ASKED = "asked"  # the request said where
-    PREFILL_POOL = "prefill_pool"  # a prefill worker is free to do it
+    PREFILL_POOL = "prefill_pool"  # a prefill worker does it sooner, or nearly so
+    PREFILL_POOL_BUSY = "prefill_pool_busy"  # the decode worker does it much sooner
     NO_PREFILL_WORKER = "no_prefill_worker"  # none is ready and paired with a decode worker
 
 
@@ -32,8 +34,13 @@ class Choice:
     scores: tuple[tuple[WorkerRef, float], ...]
 
 
-def choose(request: GenerateRequest, placement: Placement, view: ClusterView) -> Choice | None:
-    """The workers for a request, or None when the roles that it needs are not ready."""
+def choose(
+    request: GenerateRequest, placement: Placement, view: ClusterView, local_prefill_cost: float
+) -> Choice | None:
+    """The workers for a request, or None when the roles that it needs are not ready.
+
+    local_prefill_cost: see remote_pays.
+    """
     decodes = filter_fitting(filter_ready(view.workers(Role.DECODE)), request)
     if not decodes:
         return None
@@ -45,8 +52,14 @@ def choose(request: GenerateRequest, placement: Placement, view: ClusterView) ->
         decode_scores = score_all(warm)
         decode = pick(decode_scores)
         prefill_scores = score_all(filter_paired(prefills, decode, view))
-        reason = ChoiceReason.ASKED if placement is Placement.REMOTE else ChoiceReason.PREFILL_POOL
-        return Choice(decode, pick(prefill_scores), reason, (*decode_scores, *prefill_scores))
+        prefill = pick(prefill_scores)
+        scores = (*decode_scores, *prefill_scores)
+        if placement is Placement.REMOTE:
+            return Choice(decode, prefill, ChoiceReason.ASKED, scores)
+        queues = view.prefills(prefill), view.prefills(decode)
+        if remote_pays(request.num_prompt_tokens, *queues, local_prefill_cost):
+            return Choice(decode, prefill, ChoiceReason.PREFILL_POOL, scores)
+        return Choice(decode, None, ChoiceReason.PREFILL_POOL_BUSY, scores)
     return None if placement is Placement.REMOTE else _local(decodes, ChoiceReason.NO_PREFILL_WORKER)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import defaultdict
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -47,7 +49,7 @@ class Cluster:
         self.view.register(WorkerInfo(ref, role, f"{name}:1", b"id", 16, 1024, num_blocks, 1024))
         self.view.ready(ref)
         self.refs[name] = ref
-        effects = self.dispatcher.serve_queue()
+        effects = self.dispatcher.serve_queue(0.0)
         for other in self.refs.values():
             if other != ref:
                 effects += self.dispatcher.answered(ref, PeerConnected(other, "cma", 1.0), 0.0)
@@ -57,18 +59,18 @@ class Cluster:
     def submit(self, name: str = "r", placement: Placement = Placement.AUTO, now: float = 0.0) -> list[Effect]:
         return self.dispatcher.submit(request(name), placement, now)
 
-    def say(self, name: str, *deltas: TokenDelta) -> list[Effect]:
-        return self.dispatcher.answered(self.refs[name], StepOutput(deltas, IDLE), 0.0)
+    def say(self, name: str, *deltas: TokenDelta, now: float = 0.0) -> list[Effect]:
+        return self.dispatcher.answered(self.refs[name], StepOutput(deltas, IDLE), now)
 
-    def reserved(self, attempt: str = "r#x.1", decode: str = "d1") -> list[Effect]:
+    def reserved(self, attempt: str = "r#x.1", decode: str = "d1", now: float = 0.0) -> list[Effect]:
         ticket = HandoffTicket(attempt, self.refs[decode], 1, 0, (1, 2))
-        return self.dispatcher.answered(self.refs[decode], Reserved(attempt, ticket), 0.0)
+        return self.dispatcher.answered(self.refs[decode], Reserved(attempt, ticket), now)
 
     def assert_idle(self) -> None:
         assert self.dispatcher.num_open == 0
         assert self.dispatcher._attempts == {}
         for worker in self.view.workers():
-            assert (worker.open_requests, worker.open_tokens) == (0, 0)
+            assert (worker.open_requests, worker.open_tokens, worker.prefills.num_tokens) == (0, 0, 0)
 
 
 def request(name: str = "r") -> GenerateRequest:
@@ -155,6 +157,61 @@ def test_remote_waits_for_a_prefill_worker_and_is_served_when_one_is_paired() ->
     cluster = Cluster("d1")
     assert cluster.submit(placement=Placement.REMOTE) == []
     assert any(isinstance(command, ReserveBlocks) for command in commands(cluster.join("p1")))
+
+
+def prefilled_by(effects: list[Effect]) -> str:
+    planned = effects[0]
+    assert isinstance(planned, Planned)
+    return (planned.choice.prefill or planned.choice.decode).worker_id
+
+
+def test_prompts_that_queue_are_shared_with_the_decode_worker_in_the_stated_measure() -> None:
+    cluster = Cluster("p1", "d1", local_prefill_cost=2.0)
+    chosen = [prefilled_by(cluster.submit(f"r{number}")) for number in range(9)]
+    assert chosen == ["p1", "p1", "d1", "p1", "p1", "d1", "p1", "p1", "d1"]
+    assert {planned.choice.reason for planned in cluster.submit("last") if isinstance(planned, Planned)} == {
+        ChoiceReason.PREFILL_POOL
+    }
+
+
+def test_a_measure_without_end_never_prefills_on_a_decode_worker() -> None:
+    cluster = Cluster("p1", "d1", local_prefill_cost=math.inf)
+    assert {prefilled_by(cluster.submit(f"r{number}")) for number in range(20)} == {"p1"}
+    with pytest.raises(BadRequest, match="local_prefill_cost"):
+        DispatcherConfig(local_prefill_cost=0.5)
+    with pytest.raises(BadRequest, match="local_prefill_cost"):
+        DispatcherConfig(local_prefill_cost=math.nan)
+
+
+def test_who_asks_for_a_prefill_worker_gets_it_however_long_the_queue() -> None:
+    cluster = Cluster("p1", "d1", local_prefill_cost=1.0)
+    assert {prefilled_by(cluster.submit(f"r{n}", Placement.REMOTE)) for n in range(5)} == {"p1"}
+    assert prefilled_by(cluster.submit("free")) == "d1"
+
+
+def test_a_prompt_that_is_computed_or_cancelled_is_no_longer_waited_for() -> None:
+    cluster = Cluster("p1", "d1", local_prefill_cost=2.0)
+    for number in range(2):
+        cluster.submit(f"r{number}", Placement.REMOTE)
+    assert prefilled_by(cluster.submit("queued")) == "d1"
+    cluster.dispatcher.cancel("queued")
+    cluster.dispatcher.cancel("r1")
+    cluster.reserved("r0#x.1")
+    cluster.say("p1", delta(0, 50, attempt="r0#x.1"))
+    assert prefilled_by(cluster.submit("now")) == "p1"
+
+
+@pytest.mark.parametrize(("took_s", "expected"), [(0.1, "p1"), (1.0, "d1")])
+def test_the_pace_of_each_side_is_learnt_from_its_first_tokens(took_s: float, expected: str) -> None:
+    """The decode worker takes 0.2 s for such a prompt; what the prefill worker takes decides."""
+    cluster = Cluster("p1", "d1", local_prefill_cost=2.0)
+    long = replace(request("local"), prompt_token_ids=tuple(range(100)))
+    cluster.dispatcher.submit(long, Placement.LOCAL, 0.0)
+    cluster.say("d1", delta(0, 50, attempt="local#x.1"), now=0.2)
+    cluster.dispatcher.submit(replace(long, request_id="remote"), Placement.REMOTE, 1.0)
+    cluster.reserved("remote#x.2", now=1.0)
+    cluster.say("p1", delta(0, 50, attempt="remote#x.2"), now=1.0 + took_s)
+    assert prefilled_by(cluster.submit("next", now=3.0)) == expected
 
 
 def test_an_unpaired_prefill_worker_is_not_chosen() -> None:

@@ -321,7 +321,10 @@ class World:
             if not client.over:
                 raise WrongStream(f"{client.request.request_id} never ended, {len(client.received)} tokens out")
         assert self.router is not None
-        books = [(worker.open_requests, worker.open_tokens) for worker in self.router.view.workers()]
+        books = [
+            (worker.open_requests, worker.open_tokens, worker.prefills.num_tokens)
+            for worker in self.router.view.workers()
+        ]
         if self.router.dispatcher.num_open or self.router.dispatcher._attempts or any(map(any, books)):
             raise Leak(f"router: {self.router.dispatcher._attempts} {books}")
         for host in self.hosts.values():
@@ -416,7 +419,7 @@ class Router:
             if other.ref != host.ref and other.life is not Life.STARTING:
                 self.links[host.ref].command(PeerJoined(other.info))
                 self.links[other.ref].command(PeerJoined(host.info))
-        self.perform(self.dispatcher.serve_queue())
+        self.perform(self.dispatcher.serve_queue(self.world.now))
 
     def lost(self, ref: WorkerRef) -> None:
         self.links.pop(ref, None)
