@@ -21,6 +21,7 @@ from tandem.v1 import worker_pb2_grpc as pb_grpc
 
 from cluster.channel import open_channel
 from cluster.config import WorkerConfig
+from cluster.kv_memory import memory_of
 from cluster.peers import Peers
 from cluster.router_streams import RouterStream, RouterStreams
 from cluster.worker_engine import Engine, build_engine
@@ -44,7 +45,6 @@ from engine.scheduler import Progress
 from kv_transfer.driver import HandoffDriver, Outcome
 from kv_transfer.effects import LeaseConfig
 from kv_transfer.nixl import NixlConfig, NixlTransport
-from kv_transfer.pool import MemoryPool
 from kv_transfer.prefix_index import NoPrefixIndex, PrefixIndex, RedisPrefixIndex
 from kv_transfer.session import HandoffSessions
 from kv_transfer.stream_codec import encode_info, encode_load
@@ -108,9 +108,16 @@ class WorkerHost:
         engine = self._engine
         lease = LeaseConfig(lease_s=self._config.lease_s, landed_timeout_s=self._config.lease_s)
         self._handoffs = HandoffSessions(self._ref, engine.pool, lease, engine.pool.match)
-        memory = MemoryPool(engine.runner.kv_pool.data_ptr(), engine.pool.num_blocks, engine.block_bytes)
+        config = NixlConfig(interface=self._config.kv_interface)
+        kv_pool = engine.runner.kv_pool
+        # Peers' probes land in memory of the pool's kind; the transport allocates it itself on the host.
+        self._probe_memory = kv_pool.new_zeros(config.probe_bytes // kv_pool.itemsize) if kv_pool.is_cuda else None
         self._transport = NixlTransport(
-            self._ref, engine.identity, memory, NixlConfig(interface=self._config.kv_interface)
+            self._ref,
+            engine.identity,
+            memory_of(kv_pool, engine.pool.num_blocks),
+            config,
+            scratch=None if self._probe_memory is None else memory_of(self._probe_memory, num_blocks=1),
         )
         self._driver = HandoffDriver(
             self._transport, self._handoffs, time.monotonic, self._handoff_ended, on_broken=self._broken

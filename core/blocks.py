@@ -14,7 +14,7 @@ def num_blocks_for(num_tokens: int, block_size: int) -> int:
 class KvGeometry:
     """The shape of one KV block: `block_size` tokens of all layers, keys and values, in one contiguous run.
 
-    Layout of a block in memory: [num_layers, 2 (key, value), num_kv_heads, block_size, head_dim].
+    Layers are outermost, then keys and values; the order inside is the engine's (`kv_layout` of the cache identity).
     """
 
     block_size: int

@@ -1,4 +1,4 @@
-"""Chooses what computes: our own CPU kernels where they can be built, else torch."""
+"""Chooses what computes: a GPU where there is one, else our own CPU kernels where they can be built, else torch."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
+import torch
+
 from core.errors import BadRequest
 from engine.cpu.build import KernelsUnavailable
 from engine.cpu.runner import PAGE_TOKENS, CpuModelRunner
+from engine.gpu.runner import GpuModelRunner
 from engine.runner import ModelRunner
 from engine.torch_runner import TorchModelRunner
 
 ENGINE_VARIABLE: Final = "TANDEM_ENGINE"
-ENGINES: Final = ("cpu", "torch")
+ENGINES: Final = ("cpu", "gpu", "torch")
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +30,7 @@ def load_runner(
     block_size: int,
     progress: Callable[[str], None] = lambda _line: None,
 ) -> ModelRunner:
-    """A runner of the model in `folder`. The environment variable TANDEM_ENGINE, "cpu" or "torch", forces one kind.
+    """A runner of the model in `folder`. The environment variable TANDEM_ENGINE, one of ENGINES, forces one kind.
 
     Where the CPU kernels cannot be used, that is logged as a warning and torch takes over, unless "cpu" is forced.
 
@@ -37,6 +40,10 @@ def load_runner(
     forced = os.environ.get(ENGINE_VARIABLE, "")
     if forced and forced not in ENGINES:
         raise BadRequest(ENGINE_VARIABLE, f"must be one of {', '.join(ENGINES)}, got {forced!r}")
+    if forced == "gpu" and not torch.cuda.is_available():
+        raise BadRequest(ENGINE_VARIABLE, "gpu, but torch sees none, or is a build for CPUs")
+    if forced == "gpu" or (not forced and torch.cuda.is_available()):
+        return GpuModelRunner.load(folder, dtype, num_blocks, block_size, progress)
     if forced == "torch":
         return TorchModelRunner.load(folder, dtype, num_blocks, block_size, progress)
     try:

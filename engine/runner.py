@@ -23,7 +23,7 @@ class ModelRunner(Protocol):
 
     @property
     def kv_pool(self) -> torch.Tensor:
-        """[num_blocks, num_layers, 2, num_kv_heads, ...], contiguous: a block is one run of `geometry.block_bytes`."""
+        """[num_blocks, num_layers, 2, ...], contiguous: a block is one run of `geometry.block_bytes`."""
         ...
 
     def run(self, plan: StepPlan) -> Sequence[tuple[Drawn, ...]]:

@@ -9,13 +9,15 @@ from typing import Final
 import torch
 
 from core.blocks import KvGeometry
-from core.errors import BadRequest, InvariantBroken
+from core.errors import BadRequest
 from engine.attention.backend import AttentionBatch
 from engine.attention.cpu import CpuAttention
 from engine.model_config import ModelConfig
+from engine.models.arithmetic import CpuArithmetic
 from engine.models.decoder import DecoderModel
 from engine.runner import copy_blocks
 from engine.sampler import draw
+from engine.slice_check import require_inside
 from engine.step import Drawn, SequenceSlice, StepPlan
 from engine.weights import load_weights
 
@@ -71,7 +73,7 @@ class TorchModelRunner:
         """
         config = ModelConfig.load(folder)
         weights = load_weights(folder, config, _torch_dtype(dtype), progress)
-        return TorchModelRunner(DecoderModel(config, weights), dtype, num_blocks, block_size)
+        return TorchModelRunner(DecoderModel(config, weights, CpuArithmetic()), dtype, num_blocks, block_size)
 
     @property
     def kv_pool(self) -> torch.Tensor:
@@ -99,9 +101,9 @@ class TorchModelRunner:
 
     def _attention_batch(self, slices: Sequence[SequenceSlice]) -> AttentionBatch:
         """Flatten checked slices."""
-        for item in slices:
-            self._check(item)
         block_size = self.geometry.block_size
+        for item in slices:
+            require_inside(item, block_size, len(self._kv_pool), self.max_context_tokens, self.vocab_size)
         most_blocks = max(len(item.block_table) for item in slices)
         tables = torch.tensor([item.block_table + (0,) * (most_blocks - len(item.block_table)) for item in slices])
         positions = torch.cat([torch.arange(item.start, item.end) for item in slices])
@@ -114,22 +116,6 @@ class TorchModelRunner:
             context_lens=tuple(item.end for item in slices),
             block_tables=tables,
         )
-
-    def _check(self, item: SequenceSlice) -> None:
-        """Raise InvariantBroken where a slice would read or write outside its own blocks, the pool or the tables."""
-        num_blocks = self._kv_pool.shape[0]
-        if not item.token_ids or item.start < 0:
-            raise InvariantBroken(f"request {item.request_id}: empty slice, or start {item.start} below 0")
-        if len(item.block_table) * self.geometry.block_size < item.end:
-            raise InvariantBroken(
-                f"request {item.request_id}: {len(item.block_table)} blocks do not cover {item.end} tokens"
-            )
-        if min(item.block_table) < 0 or max(item.block_table) >= num_blocks:
-            raise InvariantBroken(f"request {item.request_id}: a block id lies outside the pool of {num_blocks}")
-        if item.end > self.max_context_tokens:
-            raise InvariantBroken(f"request {item.request_id}: {item.end} tokens exceed the model's context")
-        if min(item.token_ids) < 0 or max(item.token_ids) >= self.vocab_size:
-            raise InvariantBroken(f"request {item.request_id}: a token id lies outside the vocabulary")
 
 
 def _torch_dtype(name: str) -> torch.dtype:

@@ -10,6 +10,8 @@ import pytest
 # Before torch is first imported. Passive: on a busy machine, threads that spin at barriers are ten times slower.
 os.environ.setdefault("OMP_NUM_THREADS", "2")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# Before Triton is first imported, by whatever test: its kernels run on a CPU. tests/gpu needs 0.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture(scope="session")

@@ -16,10 +16,9 @@ from torch.nn import functional
 
 from engine.attention.backend import StepAttention
 from engine.model_config import ModelConfig
+from engine.models.arithmetic import Arithmetic
 from engine.rope import rotary_tables
 from engine.weights import LayerWeights, ModelWeights
-
-ROW_MULTIPLE = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +35,14 @@ class _Rotation:
 
 
 class DecoderModel:
-    """Weights and forward pass of one model. Holds no KV: attention is handed in with each step."""
+    """Weights and forward pass of one model, on the weights' device. Holds no KV: attention comes with each step."""
 
-    def __init__(self, config: ModelConfig, weights: ModelWeights) -> None:
+    def __init__(self, config: ModelConfig, weights: ModelWeights, arithmetic: Arithmetic) -> None:
         self.config = config
         self._weights = weights
-        self._cosine, self._sine = rotary_tables(config)
+        self._arithmetic = arithmetic
+        device = weights.embedding.device
+        self._cosine, self._sine = (table.to(device) for table in rotary_tables(config))
 
     def logits(
         self, token_ids: torch.Tensor, positions: torch.Tensor, attention: StepAttention, rows: torch.Tensor
@@ -55,15 +56,15 @@ class DecoderModel:
         Returns: [num_rows, vocab_size], float32.
         """
         num_tokens = len(token_ids)
-        residual = self._weights.embedding[_pad_rows(token_ids)].float()
+        residual = self._weights.embedding[self._pad_rows(token_ids)].float()
         rotation = _Rotation(self._cosine[positions].unsqueeze(1), self._sine[positions].unsqueeze(1))
         for index, layer in enumerate(self._weights.layers):
             residual += self._attention(index, layer, residual, num_tokens, rotation, attention)
             residual += self._feed_forward(layer, residual)
         if not len(rows):  # the head is a quarter of the weights: not for nothing
             return residual.new_empty((0, self.config.vocab_size))
-        hidden = self._norm(_pad_rows(residual[rows]), self._weights.final_norm)
-        return functional.linear(hidden, self._weights.head)[: len(rows)]
+        hidden = self._norm(self._pad_rows(residual[rows]), self._weights.final_norm)
+        return self._arithmetic.linear(hidden, self._weights.head)[: len(rows)]
 
     def _attention(
         self,
@@ -79,14 +80,15 @@ class DecoderModel:
         kv_dtype = layer.qkv.dtype
         attention.write_kv(index, rotation.apply(keys).to(kv_dtype), values.to(kv_dtype))
         attended = attention.attend(index, rotation.apply(queries))
-        return self._linear(_pad_rows(attended.view(num_tokens, -1)), layer.output).float()
+        return self._arithmetic.linear(self._pad_rows(attended.view(num_tokens, -1)), layer.output).float()
 
     def _heads(
         self, layer: LayerWeights, residual: torch.Tensor, num_tokens: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries, keys and values before rotation, each [num_tokens, its heads, head_dim], float32."""
         config = self.config
-        projected = self._linear(self._norm(residual, layer.attention_norm), layer.qkv)[:num_tokens].float()
+        projected = self._arithmetic.linear(self._norm(residual, layer.attention_norm), layer.qkv)
+        projected = projected[:num_tokens].float()
         if layer.qkv_bias is not None:  # added apart: a product that begins with the bias would round by its own batch
             projected = projected + layer.qkv_bias
         heads = projected.view(num_tokens, -1, config.head_dim)
@@ -97,24 +99,15 @@ class DecoderModel:
 
     def _feed_forward(self, layer: LayerWeights, residual: torch.Tensor) -> torch.Tensor:
         """[num_rows, hidden_size], float32, in and out."""
-        gate, up = self._linear(self._norm(residual, layer.feed_forward_norm), layer.gate_up).float().chunk(2, dim=-1)
-        return self._linear(functional.silu(gate, inplace=True).mul_(up), layer.down).float()
+        arithmetic = self._arithmetic
+        gated = arithmetic.linear(self._norm(residual, layer.feed_forward_norm), layer.gate_up)
+        gate, up = gated.float().chunk(2, dim=-1)
+        return arithmetic.linear(functional.silu(gate, inplace=True).mul_(up), layer.down).float()
 
     def _norm(self, rows: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        """RMSNorm of float32 rows, [..., len(scale)] (arXiv:1910.07467)."""
-        mean_square = rows.square().mean(dim=-1, keepdim=True)
-        return rows * torch.rsqrt(mean_square + self.config.rms_norm_eps) * scale
+        return self._arithmetic.norm(rows, scale, self.config.rms_norm_eps)
 
-    def _linear(self, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Product in the weight's dtype."""
-        return functional.linear(rows.to(weight.dtype), weight)
-
-
-def _pad_rows(rows: torch.Tensor) -> torch.Tensor:
-    """Append zero rows up to a multiple of ROW_MULTIPLE.
-
-    MKL takes other float32 kernels, which add in another order, for 1 to 3 rows (and, on several threads, for a few
-    more counts). With whole multiples of 8 a row's result is the same to the bit in any batch.
-    """
-    missing = -len(rows) % ROW_MULTIPLE
-    return torch.cat((rows, rows.new_zeros((missing, *rows.shape[1:])))) if missing else rows
+    def _pad_rows(self, rows: torch.Tensor) -> torch.Tensor:
+        """Append zero rows up to a multiple of the arithmetic's."""
+        missing = -len(rows) % self._arithmetic.row_multiple
+        return torch.cat((rows, rows.new_zeros((missing, *rows.shape[1:])))) if missing else rows

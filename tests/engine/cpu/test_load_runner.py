@@ -1,4 +1,4 @@
-"""Which engine computes, and that a fallback is said."""
+"""Which engine computes, and that a fallback is said. On a machine without a GPU."""
 
 from __future__ import annotations
 
@@ -58,6 +58,23 @@ def test_the_variable_forces_an_engine(tiny_folder: Path, no_compiler: None, mon
     monkeypatch.setenv("TANDEM_ENGINE", "cpu")
     with pytest.raises(KernelsUnavailable, match="no C\\+\\+ compiler"):
         load_runner(tiny_folder, "float32", 8, 16)
-    monkeypatch.setenv("TANDEM_ENGINE", "gpu")
-    with pytest.raises(BadRequest, match="TANDEM_ENGINE: must be one of cpu, torch, got 'gpu'"):
+    monkeypatch.setenv("TANDEM_ENGINE", "tpu")
+    with pytest.raises(BadRequest, match="TANDEM_ENGINE: must be one of cpu, gpu, torch, got 'tpu'"):
         load_runner(tiny_folder, "float32", 8, 16)
+
+
+def test_a_gpu_is_taken_where_there_is_one_and_missed_where_it_is_asked_for(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TANDEM_ENGINE", "gpu")
+    with pytest.raises(BadRequest, match="TANDEM_ENGINE: gpu, but torch sees none"):
+        load_runner(tiny_folder, "float32", 8, 16)
+    loaded: list[object] = []
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("engine.gpu.runner.GpuModelRunner.load", lambda *given: loaded.append(given))
+    for value in ("gpu", ""):
+        monkeypatch.setenv("TANDEM_ENGINE", value)
+        load_runner(tiny_folder, "float32", 8, 16)
+    assert len(loaded) == 2
+    monkeypatch.setenv("TANDEM_ENGINE", "torch")
+    assert isinstance(load_runner(tiny_folder, "float32", 8, 16), TorchModelRunner)

@@ -1,0 +1,237 @@
+"""Computes steps on a GPU.
+
+One step:
+1. lay the plan out on the host (engine/gpu/step_layout.py), which also decides: graph or eager;
+2. copy the layout from pinned memory into the device's queue, and behind it a graph's replay or the model's kernels;
+3. fetch the greedy choices, or the logits where more is asked for than those;
+4. wait for the end of all that was queued, KV writes included.
+
+Because of 4 `run` is as synchronous as the CPU runners: a block that a step filled is reported to hand-offs only after
+`run` has returned (engine/loop.py), so no transfer can be posted before its bytes are in the device's memory.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from array import array
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from core.blocks import KvGeometry
+from core.errors import BadRequest
+from engine.attention.backend import AttentionBackend, DeviceBatch
+from engine.attention.flash import flash2_attention, flash4_attention
+from engine.attention.paged import KV_LAYOUT, PagedAttention
+from engine.gpu.arithmetic import GpuArithmetic, InvariantArithmetic
+from engine.gpu.choose_attention import FLASH2, FLASH4, TRITON, AttentionNeeds, choose_attention
+from engine.gpu.device import CudaDevice, Device
+from engine.gpu.graphs import DecodeGraphs, StepOutput, compute
+from engine.gpu.step_layout import GraphSizes, StepLayout, decode_buckets, lay_out
+from engine.gpu.weights import to_device
+from engine.model_config import ModelConfig
+from engine.models.decoder import DecoderModel
+from engine.runner import copy_blocks
+from engine.sampler import draw
+from engine.slice_check import require_inside
+from engine.step import Drawn, SampleSpec, StepPlan
+from engine.weights import ModelWeights, load_weights
+
+ATTENTION_VARIABLE: Final = "TANDEM_ATTENTION"
+INVARIANT_VARIABLE: Final = "TANDEM_INVARIANT"
+DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+MAX_GRAPH_SEQUENCES: Final = 256  # larger decode steps are eager: their kernels take longer than their launches
+
+logger = logging.getLogger(__name__)
+
+MakeAttention = Callable[[torch.Tensor], AttentionBackend[DeviceBatch]]
+
+
+class GpuModelRunner:
+    """A ModelRunner. Prefill chunks and decodes of one plan are computed together."""
+
+    kv_layout = KV_LAYOUT
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: ModelWeights,
+        dtype: str,
+        num_blocks: int,
+        block_size: int,
+        device: Device,
+        make_attention: MakeAttention,
+        *,
+        invariant: bool = False,
+        max_graph_sequences: int = MAX_GRAPH_SEQUENCES,
+    ) -> None:
+        """Use `load`; this is for other devices and kernels.
+
+        weights: on any device, in `dtype`. make_attention: gets the KV pool.
+        invariant: a token's logits do not depend on its batch and chunk, at a price (docs/adr/0014-gpu-attention.md).
+        max_graph_sequences: 0 for none.
+        """
+        self.config = config
+        self.dtype = dtype
+        self.vocab_size = config.vocab_size
+        self.max_context_tokens = config.max_context_tokens
+        self.geometry = KvGeometry(
+            block_size=block_size,
+            num_layers=config.num_layers,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            dtype_bytes=DTYPES[dtype].itemsize,
+        )
+        self._device = device
+        self._num_blocks = num_blocks
+        # Zeroed, because stale contents must be finite; one block more, for what padding rows write.
+        self._pool = torch.zeros(
+            (num_blocks + 1, config.num_layers, 2, block_size, config.num_kv_heads, config.head_dim),
+            dtype=DTYPES[dtype],
+            device=device.torch_device,
+        )
+        attention = make_attention(self._pool)
+        self._attention = attention
+        self.numeric_class = f"{attention.name}-{device.name}-{dtype}{'-invariant' if invariant else ''}"
+        table_width = min(num_blocks, -(-config.max_context_tokens // block_size))
+        self._sizes = GraphSizes(decode_buckets(max_graph_sequences) if max_graph_sequences else (), table_width)
+        with device.stream(), torch.inference_mode():
+            arithmetic = InvariantArithmetic() if invariant else GpuArithmetic()
+            self._model = DecoderModel(config, to_device(weights, device.torch_device), arithmetic)
+            self._graphs = DecodeGraphs(device, self._model, attention, self._sizes, block_size, num_blocks)
+            device.finish()
+
+    @staticmethod
+    def load(
+        folder: Path,
+        dtype: str,
+        num_blocks: int,
+        block_size: int = 16,
+        progress: Callable[[str], None] = lambda _line: None,
+    ) -> GpuModelRunner:
+        """Read a model folder onto this process's first GPU and make a pool of `num_blocks` blocks there.
+
+        The variables TANDEM_ATTENTION, one of engine.gpu.choose_attention.KERNELS, and TANDEM_INVARIANT, "1" or "0",
+        are read here.
+
+        Raises: BadModel: the folder is damaged or of an unsupported kind. BadRequest: dtype, block_size or a variable.
+        """
+        if dtype not in DTYPES:
+            raise BadRequest("dtype", f"must be one of {', '.join(DTYPES)}, got {dtype!r}")
+        invariant = _invariant()
+        config = ModelConfig.load(folder)
+        device = CudaDevice()
+        make_attention = _choose(device, dtype, block_size, config, invariant)
+        weights = load_weights(folder, config, DTYPES[dtype], progress)
+        progress("capturing decode graphs")
+        return GpuModelRunner(
+            config, weights, dtype, num_blocks, block_size, device, make_attention, invariant=invariant
+        )
+
+    @property
+    def kv_pool(self) -> torch.Tensor:
+        """[num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim], contiguous: a block is one run of bytes."""
+        return self._pool[: self._num_blocks]
+
+    def run(self, plan: StepPlan) -> list[tuple[Drawn, ...]]:
+        """See ModelRunner."""
+        with self._device.stream(), torch.inference_mode():
+            copy_blocks(self.kv_pool, plan.copies)
+            drawn = _draw(self._compute(plan), plan.samples)
+            self._device.finish()
+        return plan.by_slice(drawn)
+
+    def logits(self, plan: StepPlan) -> torch.Tensor:
+        """Compute a step, without its copies; next-token logits for each of its samples, in order.
+
+        Returns: [num_samples, vocab_size], float32, on the host.
+        Raises: InvariantBroken: see ModelRunner.run.
+        """
+        with self._device.stream(), torch.inference_mode():
+            logits = self._compute(plan).logits.cpu()
+            self._device.finish()
+        return logits
+
+    def _compute(self, plan: StepPlan) -> StepOutput:
+        """Queue a step, without its copies; a row for each of its samples, in order, on the device."""
+        for item in plan.slices:
+            require_inside(item, self.geometry.block_size, self._num_blocks, self.max_context_tokens, self.vocab_size)
+        layout = lay_out(plan.slices, self.geometry.block_size, self._num_blocks, self._sizes)
+        if layout.bucket is None:
+            return self._eager(layout)
+        output, rows = self._graphs.replay(layout), self._upload(layout.logit_rows)
+        return StepOutput(output.logits[rows], output.greedy_ids[rows])
+
+    def _eager(self, layout: StepLayout) -> StepOutput:
+        batch = DeviceBatch(
+            slot_mapping=self._upload(layout.slots),
+            query_starts=self._upload(layout.query_starts),
+            context_lens=self._upload(layout.context_lens),
+            block_tables=self._upload(layout.block_tables).view(-1, layout.table_width),
+            most_queries=layout.most_queries,
+            most_context=layout.most_context,
+        )
+        token_ids, positions = self._upload(layout.token_ids), self._upload(layout.positions)
+        return compute(self._model, self._attention, token_ids, positions, batch, self._upload(layout.logit_rows))
+
+    def _upload(self, values: array[int]) -> torch.Tensor:
+        return self._device.stage(values).to(self._device.torch_device, non_blocking=True)
+
+
+def _draw(output: StepOutput, specs: Sequence[SampleSpec]) -> Sequence[Drawn]:
+    """One token per row: the device's own choice where nothing else is asked for and all logits are finite.
+
+    Else the host draws, from the logits, as for every other runner: equal logits give equal tokens on any device.
+    """
+    greedy_ids: list[int] = output.greedy_ids.tolist()
+    if all(spec.is_plain_greedy for spec in specs) and -1 not in greedy_ids:
+        return greedy_ids
+    return draw(output.logits.cpu(), specs)
+
+
+def _choose(device: CudaDevice, dtype: str, block_size: int, config: ModelConfig, invariant: bool) -> MakeAttention:
+    """The attention kernel for this GPU, said in the log with what was passed over. Raises: BadRequest."""
+    needs = AttentionNeeds(
+        capability=device.capability,
+        importable={
+            FLASH4: _can_find("flash_attn.cute"),
+            FLASH2: _can_find("flash_attn.flash_attn_interface"),
+            TRITON: _can_find("triton"),
+        },
+        dtype=dtype,
+        block_size=block_size,
+        head_dim=config.head_dim,
+    )
+    choice = choose_attention(needs, os.environ.get(ATTENTION_VARIABLE, ""))
+    reasons = "".join(f"; not {kernel}: {reason}" for kernel, reason in choice.passed_over.items())
+    logger.info("attention by %s on %s%s", choice.kernel, device.name, reasons)
+
+    def make(pool: torch.Tensor) -> PagedAttention:
+        if choice.kernel == FLASH4:
+            return flash4_attention(pool)
+        if choice.kernel == FLASH2:
+            return flash2_attention(pool, invariant)
+        from engine.attention.paged_triton import triton_attention  # Triton need not be there
+
+        return triton_attention(pool, config.num_heads, invariant)
+
+    return make
+
+
+def _can_find(module: str) -> bool:
+    """Without importing it: that alone would take seconds and memory of the GPU."""
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # its package is not there
+        return False
+
+
+def _invariant() -> bool:
+    value = os.environ.get(INVARIANT_VARIABLE, "0")
+    if value not in ("0", "1"):
+        raise BadRequest(INVARIANT_VARIABLE, f"must be 0 or 1, got {value!r}")
+    return value == "1"
