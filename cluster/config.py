@@ -13,6 +13,8 @@ import yaml
 
 from core.errors import BadRequest
 from core.membership import Role
+from kv_transfer.effects import LoadFailurePolicy
+from kv_transfer.faults import TransportFaults
 
 DTYPES: Final = ("float32", "bfloat16")
 MAX_WORKERS_PER_ROLE: Final = 64
@@ -57,6 +59,14 @@ class ClusterConfig:
     """Redis or Valkey of the shared prefix index; None: an embedded Valkey on loopback."""
     kv_interface: str = "lo"
     """Network interfaces that the KV transfer listens on and uses, by name: "lo" is this machine alone."""
+    kv_checksums: bool = True
+    """Check that every pushed KV block arrived whole (in host memory): about 0.2 % of a prompt's time."""
+    kv_load_failure_policy: str = "recompute"
+    """When one did not: "recompute" what comes from the first bad block on, or "fail" the hand-off."""
+    kv_bytes_in_flight: int = 64 << 20
+    """Most KV bytes on their way from one worker to another; the rest waits, hand-offs in turn."""
+    kv_faults: str | None = None
+    """Faults to inject into the KV transfer, for tests only: "lose_notice=0.1,fail_push=0.05,seed=7"."""
     pin_workers: bool = False
     """Give each worker a core of its own, as far as there are cores."""
     lease_s: float = 10.0
@@ -144,6 +154,14 @@ class WorkerConfig:
     """Shared prefix index; None: none."""
     kv_interface: str = "lo"
     """As in ClusterConfig."""
+    kv_checksums: bool = True
+    """As in ClusterConfig."""
+    kv_load_failure_policy: str = "recompute"
+    """As in ClusterConfig."""
+    kv_bytes_in_flight: int = 64 << 20
+    """As in ClusterConfig."""
+    kv_faults: str | None = None
+    """As in ClusterConfig."""
     cpu_core: int | None = None
     """Core to run on; None: any."""
     lease_s: float = 10.0
@@ -222,6 +240,12 @@ def _require_engine_fields(config: ClusterConfig | WorkerConfig) -> None:
         raise BadRequest("dtype", f"must be one of {', '.join(DTYPES)}, got {config.dtype!r}")
     if not config.kv_interface:
         raise BadRequest("kv_interface", "must not be empty")
+    policies = [policy.value for policy in LoadFailurePolicy]
+    if config.kv_load_failure_policy not in policies:
+        raise BadRequest("kv_load_failure_policy", f"must be {' or '.join(policies)}")
+    _require_range("kv_bytes_in_flight", config.kv_bytes_in_flight, 1 << 16, 1 << 36)
+    if config.kv_faults is not None:
+        TransportFaults.parse(config.kv_faults)
     _require_range("num_blocks", config.num_blocks, 1, 1 << 22)
     _require_range("block_size", config.block_size, 1, 256)
     _require_range("token_budget", config.token_budget, 1, 65536)

@@ -45,7 +45,7 @@ class Peers:
         self._infos: dict[WorkerRef, WorkerInfo] = {}
         self._links: dict[WorkerRef, PeerConnected] = {}
         self._tasks: dict[WorkerRef, asyncio.Task[None]] = {}
-        driver.on_peer_lost = self._lost
+        driver.listener.peer_lost = self._lost
 
     def is_connected(self, ref: WorkerRef) -> bool:
         return ref in self._links

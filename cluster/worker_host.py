@@ -42,12 +42,18 @@ from decode_worker.service import DecodeService
 from decode_worker.session import DecodeConfig, DecodeSession
 from engine.loop import EngineLoop, StepReport
 from engine.scheduler import Progress
-from kv_transfer.driver import HandoffDriver, Outcome
-from kv_transfer.effects import LeaseConfig
+from kv_transfer.checksum import BlockChecksums
+from kv_transfer.driver import HandoffDriver, Outcome, PushReport
+from kv_transfer.effects import LeaseConfig, LoadFailurePolicy
+from kv_transfer.faults import FaultyTransport, TransportFaults
+from kv_transfer.flow import PushFlow
 from kv_transfer.nixl import NixlConfig, NixlTransport
+from kv_transfer.pace import TransferPace
+from kv_transfer.pool import MemoryPool
 from kv_transfer.prefix_index import NoPrefixIndex, PrefixIndex, RedisPrefixIndex
 from kv_transfer.session import HandoffSessions
 from kv_transfer.stream_codec import encode_info, encode_load
+from kv_transfer.transport import Transport
 from prefill_worker.service import PrefillService
 from prefill_worker.session import PrefillConfig, PrefillSession
 from telemetry.logs import log_state
@@ -78,7 +84,8 @@ class WorkerHost:
         self._build_role()
         self._loop = EngineLoop(self._engine.scheduler, self._engine.runner, self._stepped)
         self._metrics = WorkerMetrics(CollectorRegistry(), self._state)
-        self._driver.on_push = self._pushed
+        listener = self._driver.listener
+        listener.pushed, listener.landed, listener.verified = self._pushed, self._metrics.landed, self._metrics.verified
         await self._listen()
         self._tasks.watch(self._loop.start())
         for work in (self._announce_forever(), self._tick_forever(), self._refresh_index_forever()):
@@ -106,27 +113,41 @@ class WorkerHost:
 
     def _build_transfer(self) -> None:
         engine = self._engine
-        lease = LeaseConfig(lease_s=self._config.lease_s, landed_timeout_s=self._config.lease_s)
-        self._handoffs = HandoffSessions(self._ref, engine.pool, lease, engine.pool.match)
-        config = NixlConfig(interface=self._config.kv_interface)
-        kv_pool = engine.runner.kv_pool
-        # Peers' probes land in memory of the pool's kind; the transport allocates it itself on the host.
-        self._probe_memory = kv_pool.new_zeros(config.probe_bytes // kv_pool.itemsize) if kv_pool.is_cuda else None
-        self._transport = NixlTransport(
-            self._ref,
-            engine.identity,
-            memory_of(kv_pool, engine.pool.num_blocks),
-            config,
-            scratch=None if self._probe_memory is None else memory_of(self._probe_memory, num_blocks=1),
-        )
+        config, block_bytes = self._config, engine.block_bytes
+        lease = LeaseConfig(lease_s=config.lease_s, landed_timeout_s=config.lease_s)
+        pace = TransferPace(block_bytes)
+        policy = LoadFailurePolicy(config.kv_load_failure_policy)
+        self._handoffs = HandoffSessions(self._ref, engine.pool, lease, engine.pool.match, pace.bound_s, policy)
+        memory = memory_of(engine.runner.kv_pool, engine.pool.num_blocks)
+        self._transport = self._open_transport(memory)
         self._driver = HandoffDriver(
-            self._transport, self._handoffs, time.monotonic, self._handoff_ended, on_broken=self._broken
+            self._transport,
+            self._handoffs,
+            time.monotonic,
+            self._handoff_ended,
+            on_broken=self._broken,
+            flow=PushFlow(block_bytes, config.kv_bytes_in_flight),
+            pace=pace,
+            checksums=BlockChecksums(memory) if config.kv_checksums and memory.memory_kind == "DRAM" else None,
         )
         self._streams = RouterStreams()
         self._peers = Peers(self._transport.describe(), self._driver, self._streams.send, self._tasks.spawn)
         url = self._config.redis_url
         digest = engine.identity.digest()
         self._index: PrefixIndex = RedisPrefixIndex(url, self._ref, digest, INDEX_TTL_S) if url else NoPrefixIndex()
+
+    def _open_transport(self, memory: MemoryPool) -> Transport:
+        """With faults where the operator asked for them, and only there."""
+        kv_pool, faults = self._engine.runner.kv_pool, self._config.kv_faults
+        nixl = NixlConfig(interface=self._config.kv_interface)
+        # Peers' probes land in memory of the pool's kind; the transport allocates it itself on the host.
+        self._probe_memory = kv_pool.new_zeros(nixl.probe_bytes // kv_pool.itemsize) if kv_pool.is_cuda else None
+        scratch = None if self._probe_memory is None else memory_of(self._probe_memory, num_blocks=1)
+        transport = NixlTransport(self._ref, self._engine.identity, memory, nixl, scratch)
+        if faults is None:
+            return transport
+        log_state(logger, logging.WARNING, worker_id=self._ref, state="injecting faults", faults=faults)
+        return FaultyTransport(transport, TransportFaults.parse(faults))
 
     def _build_role(self) -> None:
         engine, send = self._engine, self._streams.send
@@ -238,7 +259,7 @@ class WorkerHost:
     # --- time -----------------------------------------------------------------------------------------------------
 
     async def _tick_forever(self) -> None:
-        load_at_s = 0.0
+        load_at_s, idle = 0.0, True
         while True:
             await asyncio.sleep(TICK_INTERVAL_S)
             self._driver.tick()
@@ -247,6 +268,17 @@ class WorkerHost:
             if time.monotonic() >= load_at_s:
                 load_at_s = time.monotonic() + ANNOUNCE_INTERVAL_S
                 self._say_load()
+            if self._idle() is not idle:
+                idle = not idle
+                if idle:
+                    self._check_pool()
+
+    def _check_pool(self) -> None:
+        """Once for each time that all work has ended: every block is in one place, and nobody holds any."""
+        pool = self._engine.pool
+        pool.check()
+        if pool.num_used:
+            log_state(logger, logging.ERROR, worker_id=self._ref, state="orphaned", num_blocks=pool.num_used)
 
     async def _announce_forever(self) -> None:
         """FAILED_PRECONDITION: the router gave this incarnation up; nothing it does can be used any more."""
@@ -271,12 +303,14 @@ class WorkerHost:
 
     # --- metrics --------------------------------------------------------------------------------------------------
 
-    def _pushed(self, num_blocks: int, delivered: bool, duration_s: float) -> None:
-        outcome = PushOutcome.DONE if delivered else PushOutcome.FAILED
-        self._metrics.push_done(outcome, num_blocks * self._engine.block_bytes, duration_s)
+    def _pushed(self, push: PushReport) -> None:
+        outcome = PushOutcome.DONE if push.delivered else PushOutcome.FAILED
+        num_bytes = push.num_blocks * self._engine.block_bytes
+        self._metrics.push_done(outcome, num_bytes, push.wait_s, push.push_s, push.exposed_s)
 
     def _state(self) -> WorkerState:
         load, index = self._engine.scheduler.load(), self._index.stats
+        transfer = self._transport.stats()
         return WorkerState(
             free_blocks=load.free_blocks,
             used_blocks=load.used_blocks,
@@ -285,6 +319,9 @@ class WorkerHost:
             waiting_requests=load.waiting_requests,
             open_handoffs=len(self._handoffs),
             preemptions=self._engine.scheduler.num_preemptions,
+            pushes_in_flight=transfer.in_flight,
+            zombie_pushes=transfer.zombies,
+            peers_lost=transfer.peers_lost,
             index_lookups=index.lookups,
             index_hit_blocks=index.hit_blocks,
             index_failures=index.failures,

@@ -107,7 +107,8 @@ class DecodeSession:
             self._scheduler.pool.release([*reserved.hits, *outcome.blocks])
             return [Refused(sequence.request_id, RefuseReason.TRANSFER_FAILED, "landed without a first token")]
         self._landed_blocks[sequence.request_id] = len(outcome.blocks)
-        ended = self._scheduler.add_landed(sequence, [*reserved.hits, *outcome.blocks], outcome.first_token)
+        blocks, num_intact = [*reserved.hits, *outcome.blocks], len(reserved.hits) + outcome.num_intact
+        ended = self._scheduler.add_landed(sequence, blocks, outcome.first_token, num_intact)
         if ended is not None:
             del self._landed_blocks[sequence.request_id]
         return []

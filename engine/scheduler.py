@@ -153,21 +153,27 @@ class Scheduler:
         self._awaiting_room.remove(sequence)
         self._reserved.pop(sequence.request_id, None)
 
-    def add_landed(self, sequence: Sequence, blocks: list[int], first_token: int) -> FinishReason | None:
+    def add_landed(
+        self, sequence: Sequence, blocks: list[int], first_token: int, num_intact: int | None = None
+    ) -> FinishReason | None:
         """Run a sequence whose prompt KV is in `blocks` (one reference each, now ours) and whose first token is out.
 
+        num_intact: leading blocks that arrived whole, None for all; the rest is computed again, as after a preemption.
         Returns: why it already ended with that token; its blocks are then released, its full ones cached.
         """
         self.end_reservation(sequence)
         self._register(sequence)
         sequence.blocks = blocks
-        sequence.num_computed = sequence.request.num_prompt_tokens
+        num_intact = len(blocks) if num_intact is None else num_intact
+        sequence.num_computed = min(sequence.request.num_prompt_tokens, num_intact * self.limits.block_size)
         self._cache_full_blocks(sequence)
         reason, _matched = sequence.append(first_token)
         if reason is not None:
             self._forget(sequence)
             return reason
         self._running[sequence.request_id] = sequence
+        if num_intact < len(blocks):
+            self._preempt(sequence)
         return None
 
     def cancel(self, request_id: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Protocol
 
 from core.handoff import HandoffNotice
@@ -16,7 +17,8 @@ class LeaseConfig:
 
     lease_s: a target that hears nothing of a hand-off for so long ends it. renew_s: how often a source renews.
     settle_s: how long after a peer's death its last writes may still arrive. stop_retry_s: how often a stopping
-    target asks again. landed_timeout_s: how long a source waits for Landed after its last push.
+    target asks again. landed_timeout_s: how long a source waits at least for Landed after its last push; longer where
+    what is under way may take longer.
     """
 
     lease_s: float = 10.0
@@ -24,6 +26,13 @@ class LeaseConfig:
     settle_s: float = 1.0
     stop_retry_s: float = 1.0
     landed_timeout_s: float = 10.0
+
+
+class LoadFailurePolicy(StrEnum):
+    """What a target does with a hand-off of which a block did not arrive whole."""
+
+    RECOMPUTE = "recompute"  # keep what came before the first bad block, compute the rest again
+    FAIL = "fail"  # end it: the request is planned again, or ends with an error if it had its first token
 
 
 class Blocks(Protocol):
@@ -66,12 +75,14 @@ class SourceEnded:
 class TargetLanded:
     """`blocks` of the ticket, in order, hold verified KV; their reference is now the receiver's.
 
-    A prefix push may cover fewer blocks than the ticket: the rest were released.
+    A prefix push may cover fewer blocks than the ticket: the rest were released. num_intact: leading blocks that
+    arrived whole; those after it are the receiver's too, but dirty: to be computed again before they are read.
     """
 
     handoff_id: str
     blocks: tuple[int, ...]
     first_token: int | None
+    num_intact: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import assert_never
 
 from google.protobuf.message import DecodeError
@@ -11,9 +12,9 @@ from core.handoff import BlocksPushed, HandoffNotice, Landed, NoticeBody, PushPr
 from core.identity import BlockHash
 
 
-def encode_notice(notice: HandoffNotice) -> bytes:
-    """The notice's wire form."""
-    message = handoff_pb2.HandoffNotice(handoff_id=notice.handoff_id, generation=notice.generation)
+def encode_notice(notice: HandoffNotice, checksums: Sequence[int] = ()) -> bytes:
+    """The notice's wire form; `checksums` of the blocks of a BlocksPushed go beside it."""
+    message = handoff_pb2.HandoffNotice(handoff_id=notice.handoff_id, generation=notice.generation, checksums=checksums)
     match notice.body:
         case BlocksPushed() as body:
             pushed = handoff_pb2.BlocksPushed(
@@ -43,15 +44,17 @@ def encode_notice(notice: HandoffNotice) -> bytes:
     return payload
 
 
-def decode_notice(payload: bytes) -> HandoffNotice | None:
-    """The notice, or None when the bytes are not one that this revision knows."""
+def decode_notice(payload: bytes) -> tuple[HandoffNotice, tuple[int, ...]] | None:
+    """The notice and its checksums, or None when the bytes are not one that this revision knows."""
     message = handoff_pb2.HandoffNotice()
     try:
         message.ParseFromString(payload)
     except DecodeError:
         return None
     body = _decode_body(message)
-    return HandoffNotice(message.handoff_id, message.generation, body) if body is not None else None
+    if body is None:
+        return None
+    return HandoffNotice(message.handoff_id, message.generation, body), tuple(message.checksums)
 
 
 def _decode_body(message: handoff_pb2.HandoffNotice) -> NoticeBody | None:

@@ -29,7 +29,7 @@ from core.handoff import (
 )
 from core.identity import BlockHash
 from core.membership import WorkerRef
-from kv_transfer.effects import Blocks, Effect, LeaseConfig
+from kv_transfer.effects import Blocks, Effect, LeaseConfig, LoadFailurePolicy
 from kv_transfer.source import SourceSide
 from kv_transfer.target import TargetSide
 
@@ -38,13 +38,20 @@ class HandoffSessions:
     """Both sides of one worker, behind one door for notices, peers and time.
 
     find_cached: blocks of the leading run of these hashes held here (`BlockPool.match`).
+    push_bound_s: the longest that pushing so many blocks to a peer should take (`TransferPace.bound_s`).
     """
 
     def __init__(
-        self, me: WorkerRef, blocks: Blocks, lease: LeaseConfig, find_cached: Callable[[Sequence[BlockHash]], list[int]]
+        self,
+        me: WorkerRef,
+        blocks: Blocks,
+        lease: LeaseConfig,
+        find_cached: Callable[[Sequence[BlockHash]], list[int]],
+        push_bound_s: Callable[[WorkerRef, int], float] = lambda _peer, _num_blocks: 0.0,
+        load_failure: LoadFailurePolicy = LoadFailurePolicy.RECOMPUTE,
     ) -> None:
-        self.source = SourceSide(blocks, lease)
-        self.target = TargetSide(me, blocks, lease)
+        self.source = SourceSide(blocks, lease, push_bound_s)
+        self.target = TargetSide(me, blocks, lease, load_failure)
         self._find_cached = find_cached
 
     def __len__(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -48,9 +48,15 @@ class _Outgoing:
 class SourceSide:
     """Every hand-off in which this worker pushes."""
 
-    def __init__(self, blocks: Blocks, lease: LeaseConfig) -> None:
+    def __init__(
+        self,
+        blocks: Blocks,
+        lease: LeaseConfig,
+        push_bound_s: Callable[[WorkerRef, int], float] = lambda _peer, _num_blocks: 0.0,
+    ) -> None:
         self._blocks = blocks
         self._lease = lease
+        self._push_bound_s = push_bound_s
         self._open: dict[str, _Outgoing] = {}
         self._over: OrderedDict[str, None] = OrderedDict()
 
@@ -103,7 +109,9 @@ class SourceSide:
         session.next_block = max(first, end)
         session.in_flight[sequence] = ours
         if last:
-            session.landed_by_s = now + self._lease.landed_timeout_s
+            under_way = sum(map(len, session.in_flight.values()))
+            bound_s = max(self._lease.landed_timeout_s, self._push_bound_s(ticket.target, under_way))
+            session.landed_by_s = now + bound_s
         self._blocks.hold(ours)
         return [Push(ticket.target, ours, theirs, HandoffNotice(handoff_id, ticket.generation, body))]
 

@@ -19,7 +19,15 @@ from core.handoff import (
     next_state,
 )
 from core.membership import WorkerRef
-from kv_transfer.effects import Blocks, Effect, LeaseConfig, Notify, TargetFailed, TargetLanded
+from kv_transfer.effects import (
+    Blocks,
+    Effect,
+    LeaseConfig,
+    LoadFailurePolicy,
+    Notify,
+    TargetFailed,
+    TargetLanded,
+)
 
 MAX_DEAD: Final = 1024  # deaths remembered, so that a reserve that names a dead source still ends
 
@@ -34,6 +42,7 @@ class _Incoming:
     pushes: dict[int, BlocksPushed] = field(default_factory=dict)
     num_pushes: int = 0
     first_token: int | None = None
+    damaged_from: int | None = None  # index in the prompt of the first block that did not arrive whole
     ask_again_s: float = 0.0
     quiet_at_s: float | None = None  # the source is dead: quiet from then on
 
@@ -55,14 +64,27 @@ class _Incoming:
             at += push.num_blocks
         return at - self.ticket.first_block
 
+    def num_intact(self, covered: int) -> int:
+        """How many of the `covered` leading blocks come before the first bad one."""
+        if self.damaged_from is None:
+            return covered
+        return min(covered, self.damaged_from - self.ticket.first_block)
+
 
 class TargetSide:
     """Every hand-off in which a peer pushes into this worker."""
 
-    def __init__(self, me: WorkerRef, blocks: Blocks, lease: LeaseConfig) -> None:
+    def __init__(
+        self,
+        me: WorkerRef,
+        blocks: Blocks,
+        lease: LeaseConfig,
+        load_failure: LoadFailurePolicy = LoadFailurePolicy.RECOMPUTE,
+    ) -> None:
         self._me = me
         self._blocks = blocks
         self._lease = lease
+        self._load_failure = load_failure
         self._open: dict[str, _Incoming] = {}
         self._dead: deque[WorkerRef] = deque(maxlen=MAX_DEAD)
         self._generation = 0
@@ -108,8 +130,8 @@ class TargetSide:
 
     def notice(self, sender: WorkerRef, notice: HandoffNotice, now: float) -> list[Effect]:
         """BlocksPushed, Quiet or Renew from a source. Anything that names another sender or generation is refused."""
-        session = self._open.get(notice.handoff_id)
-        if session is None or session.source != sender or session.ticket.generation != notice.generation:
+        session = self._fenced(sender, notice)
+        if session is None:
             return []
         session.deadline_s = now + self._lease.lease_s
         match notice.body:
@@ -119,6 +141,23 @@ class TargetSide:
                 return [*self._stop(session, f"source ended: {reason}", now), *self._quiet(session)]
             case _:
                 return []
+
+    def pages(self, sender: WorkerRef, notice: HandoffNotice) -> tuple[int, ...]:
+        """The blocks that a BlocksPushed says were written, to be checked; none when it is not of an open hand-off."""
+        session, body = self._fenced(sender, notice), notice.body
+        if session is None or session.state is not HandoffState.MOVING or not isinstance(body, BlocksPushed):
+            return ()
+        start = max(0, body.first_block - session.ticket.first_block)
+        return session.ticket.block_ids[start : start + body.num_blocks]
+
+    def damaged(self, sender: WorkerRef, notice: HandoffNotice, num_intact: int) -> bool:
+        """Of a push, only the first `num_intact` blocks arrived whole; tell before its notice. False: not open here."""
+        session, body = self._fenced(sender, notice), notice.body
+        if session is None or not isinstance(body, BlocksPushed):
+            return False
+        first_bad = max(body.first_block, session.ticket.first_block) + num_intact
+        session.damaged_from = min(first_bad, session.damaged_from if session.damaged_from is not None else first_bad)
+        return True
 
     def cancel(self, handoff_id: str, reason: str, now: float) -> list[Effect]:
         """The request is over or moved elsewhere. Unknown ids are ignored."""
@@ -156,6 +195,13 @@ class TargetSide:
                 effects.append(self._notify(session, StopPushing()))
         return effects
 
+    def _fenced(self, sender: WorkerRef, notice: HandoffNotice) -> _Incoming | None:
+        """The hand-off that a notice is about, if its source says so under the ticket's generation."""
+        session = self._open.get(notice.handoff_id)
+        if session is None or session.source != sender or session.ticket.generation != notice.generation:
+            return None
+        return session
+
     def _pushed(self, session: _Incoming, push: BlocksPushed, now: float) -> list[Effect]:
         session.pushes[push.sequence] = push
         if push.num_pushes:
@@ -169,16 +215,20 @@ class TargetSide:
         if covered != wanted and not (session.may_be_short and 0 <= covered <= wanted):
             failed = self._stop(session, f"pushes cover {covered} of {wanted} blocks", now)
             return [*failed, *self._quiet(session)]
-        return self._land(session, covered)
+        intact = session.num_intact(covered)
+        if intact < covered and self._load_failure is LoadFailurePolicy.FAIL:
+            failed = self._stop(session, f"block {session.ticket.first_block + intact} did not arrive whole", now)
+            return [*failed, *self._quiet(session)]
+        return self._land(session, intact if session.may_be_short else covered, intact)
 
-    def _land(self, session: _Incoming, covered: int) -> list[Effect]:
+    def _land(self, session: _Incoming, covered: int, intact: int) -> list[Effect]:
         ticket = session.ticket
         session.move(HandoffEvent.VERIFIED)
         session.move(HandoffEvent.FREED)
         del self._open[ticket.handoff_id]
         self._blocks.release(ticket.block_ids[covered:])
         return [
-            TargetLanded(ticket.handoff_id, ticket.block_ids[:covered], session.first_token),
+            TargetLanded(ticket.handoff_id, ticket.block_ids[:covered], session.first_token, intact),
             self._notify(session, Landed()),
         ]
 

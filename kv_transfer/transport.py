@@ -13,6 +13,7 @@ from typing import Protocol
 
 from core.identity import CacheIdentity
 from core.membership import WorkerRef
+from kv_transfer.stats import TransportStats
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,10 @@ class Transport(Protocol):
 
     def describe(self) -> PoolDescription:
         """This worker's own pool, to hand to peers."""
+        ...
+
+    def stats(self) -> TransportStats:
+        """A copy of the counters."""
         ...
 
     def listen(self, on_notice: NoticeHandler, on_peer_lost: LostHandler) -> None:

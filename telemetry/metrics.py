@@ -21,6 +21,7 @@ TTFT_BUCKETS_S: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0,
 TPOT_BUCKETS_S: Final = (0.001, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
 DURATION_BUCKETS_S: Final = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
 STEP_BUCKETS_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
+STAGE_BUCKETS_S: Final = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 TOKEN_BUCKETS: Final = tuple(float(4**power) for power in range(10))
 BYTE_BUCKETS: Final = tuple(float(4**power) for power in range(5, 16))
 
@@ -116,6 +117,22 @@ class PushOutcome(StrEnum):
     FAILED = "failed"
 
 
+class TransferStage(StrEnum):
+    """What a hand-off's time went into."""
+
+    WAIT = "wait"  # source: from ready to posted: for the peer's credit, and for checksums
+    PUSH = "push"  # source: from posted to settled
+    LAND = "land"  # source: from the last push asked for until the target said that all arrived
+    VERIFY = "verify"  # target: comparing checksums of a push
+
+
+class TransferPart(StrEnum):
+    """Whether there was anything left to compute while bytes were on their way."""
+
+    HIDDEN = "hidden"
+    EXPOSED = "exposed"
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerState:
     """What a worker is asked for at each scrape: gauges as they are now, totals since start."""
@@ -127,6 +144,9 @@ class WorkerState:
     waiting_requests: int
     open_handoffs: int
     preemptions: int
+    pushes_in_flight: int
+    zombie_pushes: int
+    peers_lost: int
     index_lookups: int
     index_hit_blocks: int
     index_failures: int
@@ -152,6 +172,24 @@ class WorkerMetrics:
         self.push_bytes = Histogram(
             "tandem_kv_transfer_push_bytes", "Size of one push.", buckets=BYTE_BUCKETS, registry=registry
         )
+        self._stage_s = Histogram(
+            "tandem_kv_transfer_stage_seconds",
+            "Time of a push or hand-off by stage.",
+            ["stage"],
+            buckets=STAGE_BUCKETS_S,
+            registry=registry,
+        )
+        self._transfer_s = Counter(
+            "tandem_kv_transfer_seconds_total",
+            "Time that pushes took, hidden behind computing or not.",
+            ["part"],
+            registry=registry,
+        )
+        self._damaged = Counter(
+            "tandem_kv_transfer_damaged_pushes_total",
+            "Pushes to this worker whose checksums did not fit.",
+            registry=registry,
+        )
         registry.register(WorkerStateCollector(read_state))
 
     def step_done(self, duration_s: float, prefill_tokens: int, decode_tokens: int) -> None:
@@ -160,13 +198,28 @@ class WorkerMetrics:
         self.tokens.labels(TokenKind.PREFILL).inc(prefill_tokens)
         self.tokens.labels(TokenKind.DECODE).inc(decode_tokens)
 
-    def push_done(self, outcome: PushOutcome, num_bytes: int, duration_s: float) -> None:
+    def push_done(
+        self, outcome: PushOutcome, num_bytes: int, wait_s: float, duration_s: float, exposed_s: float
+    ) -> None:
         """Count one push, and its bytes if they arrived."""
         self.pushes.labels(outcome).inc()
+        self._stage_s.labels(TransferStage.WAIT).observe(wait_s)
+        self._stage_s.labels(TransferStage.PUSH).observe(duration_s)
+        self._transfer_s.labels(TransferPart.EXPOSED).inc(exposed_s)
+        self._transfer_s.labels(TransferPart.HIDDEN).inc(wait_s + duration_s - exposed_s)
         if outcome is PushOutcome.DONE:
             self.pushed_bytes.inc(num_bytes)
             self.push_bytes.observe(num_bytes)
             self.push_s.observe(duration_s)
+
+    def landed(self, duration_s: float) -> None:
+        """Count a hand-off of which this worker was the source, by the time since its last push."""
+        self._stage_s.labels(TransferStage.LAND).observe(duration_s)
+
+    def verified(self, duration_s: float, whole: bool) -> None:
+        """Count a push to this worker whose checksums were compared."""
+        self._stage_s.labels(TransferStage.VERIFY).observe(duration_s)
+        self._damaged.inc(not whole)
 
 
 class WorkerStateCollector(Collector):
@@ -189,6 +242,13 @@ class WorkerStateCollector(Collector):
         yield GaugeMetricFamily("tandem_worker_running_requests", "Requests in the batch.", state.running_requests)
         yield GaugeMetricFamily("tandem_worker_waiting_requests", "Requests not begun.", state.waiting_requests)
         yield GaugeMetricFamily("tandem_kv_handoffs_open", "Hand-offs not ended on this side.", state.open_handoffs)
+        yield GaugeMetricFamily(
+            "tandem_kv_transfer_in_flight", "Operations posted and not settled.", state.pushes_in_flight
+        )
+        yield GaugeMetricFamily(
+            "tandem_kv_transfer_zombies", "Of these, to a peer that was dropped or lost.", state.zombie_pushes
+        )
+        yield CounterMetricFamily("tandem_kv_transfer_peers_lost", "Paths to peers that broke.", state.peers_lost)
         yield CounterMetricFamily("tandem_worker_preemptions", "Requests preempted.", state.preemptions)
         yield CounterMetricFamily("tandem_prefix_lookups", "Questions to the shared index.", state.index_lookups)
         yield CounterMetricFamily("tandem_prefix_hit_blocks", "Blocks found in it.", state.index_hit_blocks)

@@ -169,6 +169,27 @@ def test_a_landed_sequence_decodes_without_computing_its_prompt() -> None:
     bench.assert_empty()
 
 
+@pytest.mark.parametrize("num_intact", [0, 1, 2])
+@pytest.mark.parametrize("length", [10, 12])
+def test_a_sequence_that_landed_in_part_computes_the_rest_again(num_intact: int, length: int) -> None:
+    """What came after the first bad block is never read; what came before it is a hit."""
+    bench = Bench()
+    prompt = tuple(range(length))
+    blocks = bench.pool.allocate(3)
+    assert blocks is not None
+    for position, token in enumerate(prompt):
+        whole = position // BLOCK_SIZE < num_intact
+        bench.memory.slots[blocks[position // BLOCK_SIZE], position % BLOCK_SIZE] = token if whole else token + 500
+    expected = undisturbed(prompt, 8)
+    sequence = bench.scheduler.new_sequence(request("r", prompt))
+    assert bench.scheduler.add_landed(sequence, blocks, expected[0], num_intact) is None
+    bench.outputs["r"].append(expected[0])
+    bench.run()
+    assert bench.outputs["r"] == expected
+    assert bench.memory.computed_tokens == 7 + length - num_intact * BLOCK_SIZE
+    bench.assert_empty()
+
+
 def test_a_landed_sequence_that_its_first_token_ends_is_released() -> None:
     bench = Bench()
     blocks = bench.pool.allocate(3)

@@ -15,7 +15,7 @@ from core.identity import CacheIdentity
 from core.membership import WorkerRef
 
 
-@pytest.fixture(params=["in-process", "nixl"])
+@pytest.fixture(params=["in-process", "nixl", "faulty in-process", "faulty nixl"])
 async def ends(request: pytest.FixtureRequest) -> AsyncIterator[Ends]:
     made = Ends(request.param)
     yield made

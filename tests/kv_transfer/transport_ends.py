@@ -10,6 +10,7 @@ import numpy as np
 
 from core.identity import CacheIdentity
 from core.membership import WorkerRef
+from kv_transfer.faults import FaultyTransport, TransportFaults
 from kv_transfer.in_process import InProcessNetwork, InProcessTransport
 from kv_transfer.nixl import NixlConfig, NixlTransport
 from kv_transfer.pool import MemoryPool
@@ -52,29 +53,33 @@ class End:
 
 
 class Ends:
-    """Makes ends of one backend, and closes them."""
+    """Makes ends of one backend, and closes them. "faulty": inside a FaultyTransport, with `faults` of its own."""
 
     def __init__(self, backend: str) -> None:
         self.backend = backend
+        self.faults = TransportFaults()
         self.network = InProcessNetwork()
         self._made: list[End] = []
         self._num_refs = 0
 
     def make(
         self, worker_id: str, fill: int = 0, num_blocks: int = 32, block_bytes: int = 4096,
-        connect_timeout_s: float = BOUND_S,
+        connect_timeout_s: float = BOUND_S, listens: bool = True,
     ) -> End:  # fmt: skip
         blocks = np.full((num_blocks, block_bytes), fill, dtype=np.uint8)
         pool = MemoryPool(blocks.ctypes.data, num_blocks, block_bytes)
         self._num_refs += 1
         ref = WorkerRef(worker_id, f"{id(self):x}-{self._num_refs}")
         transport: Transport
-        if self.backend == "nixl":
+        if "nixl" in self.backend:
             transport = NixlTransport(ref, IDENTITY, pool, NixlConfig(connect_timeout_s, drop_timeout_s=0.5))
         else:
             transport = InProcessTransport(self.network, ref, IDENTITY, pool)
+        if "faulty" in self.backend:
+            transport = FaultyTransport(transport, self.faults)
         end = End(transport, blocks)
-        end.listen()
+        if listens:
+            end.listen()
         self._made.append(end)
         return end
 

@@ -42,7 +42,15 @@ from engine.block_pool import BlockPool
 from engine.scheduler import Scheduler, SchedulerConfig
 from engine.sequence import ModelLimits
 from engine.step import Drawn, SequenceSlice, StepPlan
-from kv_transfer.effects import LeaseConfig, Notify, Push, SourceEnded, TargetFailed, TargetLanded
+from kv_transfer.effects import (
+    LeaseConfig,
+    LoadFailurePolicy,
+    Notify,
+    Push,
+    SourceEnded,
+    TargetFailed,
+    TargetLanded,
+)
 from kv_transfer.session import HandoffSessions
 from prefill_worker.session import LookUpPrefix, PrefillConfig, PrefillSession
 from router.dispatcher import Deliver, Dispatcher, DispatcherConfig, Effect, Fail, Planned, Send
@@ -78,6 +86,7 @@ class Faults:
     lose_notice: float = 0.05
     double_notice: float = 0.1
     fail_push: float = 0.03
+    corrupt_block: float = 0.03  # of a push: found by its checksum
     break_path: float = 0.02  # a notice finds its peer unreachable
     late_s: float = 0.5
     cancel: float = 0.25
@@ -86,7 +95,7 @@ class Faults:
     index_away: float = 0.2
 
 
-NO_FAULTS = Faults(0, 0, 0, 0, 0.05, 0, 0, 0, 0)
+NO_FAULTS = Faults(0, 0, 0, 0, 0, 0.05, 0, 0, 0, 0)
 
 
 class ChainMemory(TokenMemory):
@@ -467,7 +476,8 @@ class Host:
         self.memory = ChainMemory(world.salts.__getitem__)
         budget = world.rng.choice([8, 16, 64])
         self.scheduler = Scheduler(SchedulerConfig(budget, 16), self.pool, LIMITS, b"id", _no_watch)
-        self.handoffs = HandoffSessions(ref, self.pool, LEASE, self.pool.match)
+        policy = world.rng.choice(list(LoadFailurePolicy))
+        self.handoffs = HandoffSessions(ref, self.pool, LEASE, self.pool.match, load_failure=policy)
         self.session: PrefillSession | DecodeSession
         if role is Role.PREFILL:
             self.session = PrefillSession(PrefillConfig(1, min_fetch_blocks=2), self.scheduler, self.handoffs)
@@ -695,11 +705,13 @@ class Host:
         assert isinstance(push.notice.body, BlocksPushed)
         world, sequence, handoff_id = self.world, push.notice.body.sequence, push.notice.handoff_id
         fails = push.peer not in self.connected or world.rng.random() < world.faults.fail_push
+        corrupt = bool(push.source_blocks) and world.rng.random() < world.faults.corrupt_block
+        bad = world.rng.randrange(len(push.source_blocks)) if corrupt else len(push.source_blocks)
         born_s = world.now
 
         def settle(delivered: bool) -> None:
             if delivered:
-                self.send(push.peer, push.notice)
+                self.send(push.peer, push.notice, num_intact=bad)
             self.perform(self.handoffs.source.push_settled(handoff_id, sequence, delivered=delivered))
 
         def arrive() -> None:
@@ -709,7 +721,7 @@ class Host:
             target = self.find(push.peer)
             too_late = not self.alive and world.now > born_s + LEASE.settle_s
             if target is not None and not too_late:
-                target.write(self, push)
+                target.write(self, push, bad)
             self.do(lambda: settle(delivered=target is not None and not fails))
 
         if push.peer in self.connected:
@@ -717,16 +729,16 @@ class Host:
         else:
             world.at(0.0, lambda: self.do(lambda: settle(delivered=False)))
 
-    def write(self, source: Host, push: Push) -> None:
-        """Bytes come from `source`; no process of ours is asked."""
+    def write(self, source: Host, push: Push, bad: int) -> None:
+        """Bytes come from `source`, those of one block perhaps wrong; no process of ours is asked."""
         locked = self.handoffs.target.blocks(push.notice.handoff_id)
         if not set(push.target_blocks) <= set(locked):
             raise WriteIntoForeignBlock(f"t={self.world.now:.2f} {push} into {self.ref}: locked for it are {locked}")
-        for theirs, ours in zip(push.source_blocks, push.target_blocks, strict=True):
+        for index, (theirs, ours) in enumerate(zip(push.source_blocks, push.target_blocks, strict=True)):
             for offset in range(BLOCK_SIZE):
                 token = source.memory.slots.get((theirs, offset))
                 if token is not None:
-                    self.memory.slots[ours, offset] = token
+                    self.memory.slots[ours, offset] = token ^ (index == bad)
 
     def notify(self, peer: WorkerRef, notice: HandoffNotice) -> None:
         world = self.world
@@ -739,16 +751,24 @@ class Host:
 
         world.at(0.0, lambda: self.do(post))
 
-    def send(self, peer: WorkerRef, notice: HandoffNotice) -> None:
+    def send(self, peer: WorkerRef, notice: HandoffNotice, num_intact: int | None = None) -> None:
         faults, rng = self.world.faults, self.world.rng
         copies = (rng.random() >= faults.lose_notice) + (rng.random() < faults.double_notice)
         for _ in range(copies):
-            self.world.at(self.world.late(), lambda: self.receive(peer, notice))
+            self.world.at(self.world.late(), lambda: self.receive(peer, notice, num_intact))
 
-    def receive(self, peer: WorkerRef, notice: HandoffNotice) -> None:
+    def receive(self, peer: WorkerRef, notice: HandoffNotice, num_intact: int | None) -> None:
         target = self.find(peer)
-        if target is not None:
-            target.do(lambda: target.perform(target.handoffs.notice(self.ref, notice, self.world.now)))
+        if target is None:
+            return
+
+        def hear() -> None:
+            sessions = target.handoffs
+            if num_intact is not None and num_intact < len(sessions.target.pages(self.ref, notice)):
+                sessions.target.damaged(self.ref, notice, num_intact)
+            target.perform(sessions.notice(self.ref, notice, self.world.now))
+
+        target.do(hear)
 
 
 def _no_watch(_request: GenerateRequest) -> object:

@@ -9,6 +9,7 @@ import itertools
 import os
 import statistics
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -162,7 +163,7 @@ def land_a_prefix_one_block_off(monkeypatch: pytest.MonkeyPatch) -> None:
     landed = PrefillSession.landed
 
     def shifted(self: PrefillSession, outcome):  # type: ignore[no-untyped-def]
-        return landed(self, type(outcome)(outcome.handoff_id, outcome.blocks[::-1], outcome.first_token))
+        return landed(self, replace(outcome, blocks=outcome.blocks[::-1]))
 
     monkeypatch.setattr(PrefillSession, "landed", shifted)
 

@@ -29,9 +29,15 @@ ROUTER_FAMILIES = {
 WORKER_FAMILIES = {
     "tandem_kv_handoffs_open",
     "tandem_kv_transfer_bytes",
+    "tandem_kv_transfer_damaged_pushes",
+    "tandem_kv_transfer_in_flight",
+    "tandem_kv_transfer_peers_lost",
     "tandem_kv_transfer_push_bytes",
     "tandem_kv_transfer_push_seconds",
     "tandem_kv_transfer_pushes",
+    "tandem_kv_transfer_seconds",
+    "tandem_kv_transfer_stage_seconds",
+    "tandem_kv_transfer_zombies",
     "tandem_prefix_hit_blocks",
     "tandem_prefix_index_errors",
     "tandem_prefix_lookups",
@@ -44,7 +50,21 @@ WORKER_FAMILIES = {
 }
 
 
-STATE = WorkerState(5, 2, 1, 3, 4, 0, preemptions=6, index_lookups=7, index_hit_blocks=8, index_failures=9)
+STATE = WorkerState(
+    free_blocks=5,
+    used_blocks=2,
+    quarantined_blocks=1,
+    running_requests=3,
+    waiting_requests=4,
+    open_handoffs=0,
+    preemptions=6,
+    pushes_in_flight=2,
+    zombie_pushes=1,
+    peers_lost=4,
+    index_lookups=7,
+    index_hit_blocks=8,
+    index_failures=9,
+)
 
 
 def test_router_series_are_public() -> None:
@@ -63,8 +83,11 @@ def test_worker_numbers() -> None:
     registry = CollectorRegistry()
     metrics = WorkerMetrics(registry, lambda: STATE)
     metrics.step_done(0.01, prefill_tokens=16, decode_tokens=3)
-    metrics.push_done(PushOutcome.DONE, num_bytes=4096, duration_s=0.002)
-    metrics.push_done(PushOutcome.FAILED, num_bytes=4096, duration_s=0.002)
+    metrics.push_done(PushOutcome.DONE, num_bytes=4096, wait_s=0.5, duration_s=2.0, exposed_s=1.0)
+    metrics.push_done(PushOutcome.FAILED, num_bytes=4096, wait_s=0.0, duration_s=0.25, exposed_s=0.0)
+    metrics.landed(0.01)
+    metrics.verified(0.001, whole=True)
+    metrics.verified(0.001, whole=False)
     lines = generate_latest(registry).decode().splitlines()
     for line in (
         'tandem_worker_blocks{state="quarantined"} 1.0',
@@ -74,5 +97,10 @@ def test_worker_numbers() -> None:
         'tandem_worker_tokens_total{kind="prefill"} 16.0',
         'tandem_kv_transfer_pushes_total{outcome="failed"} 1.0',
         "tandem_kv_transfer_bytes_total 4096.0",
+        'tandem_kv_transfer_seconds_total{part="hidden"} 1.75',
+        'tandem_kv_transfer_seconds_total{part="exposed"} 1.0',
+        'tandem_kv_transfer_stage_seconds_count{stage="verify"} 2.0',
+        "tandem_kv_transfer_damaged_pushes_total 1.0",
+        "tandem_kv_transfer_zombies 1.0",
     ):
         assert line in lines, line

@@ -7,7 +7,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class HandoffNotice(_message.Message):
-    __slots__ = ("handoff_id", "generation", "pushed", "landed", "stop", "quiet", "renew", "push_prefix")
+    __slots__ = ("handoff_id", "generation", "pushed", "landed", "stop", "quiet", "renew", "push_prefix", "checksums")
     HANDOFF_ID_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     PUSHED_FIELD_NUMBER: _ClassVar[int]
@@ -16,6 +16,7 @@ class HandoffNotice(_message.Message):
     QUIET_FIELD_NUMBER: _ClassVar[int]
     RENEW_FIELD_NUMBER: _ClassVar[int]
     PUSH_PREFIX_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
     handoff_id: str
     generation: int
     pushed: BlocksPushed
@@ -24,7 +25,8 @@ class HandoffNotice(_message.Message):
     quiet: Quiet
     renew: Renew
     push_prefix: PushPrefix
-    def __init__(self, handoff_id: _Optional[str] = ..., generation: _Optional[int] = ..., pushed: _Optional[_Union[BlocksPushed, _Mapping]] = ..., landed: _Optional[_Union[Landed, _Mapping]] = ..., stop: _Optional[_Union[StopPushing, _Mapping]] = ..., quiet: _Optional[_Union[Quiet, _Mapping]] = ..., renew: _Optional[_Union[Renew, _Mapping]] = ..., push_prefix: _Optional[_Union[PushPrefix, _Mapping]] = ...) -> None: ...
+    checksums: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, handoff_id: _Optional[str] = ..., generation: _Optional[int] = ..., pushed: _Optional[_Union[BlocksPushed, _Mapping]] = ..., landed: _Optional[_Union[Landed, _Mapping]] = ..., stop: _Optional[_Union[StopPushing, _Mapping]] = ..., quiet: _Optional[_Union[Quiet, _Mapping]] = ..., renew: _Optional[_Union[Renew, _Mapping]] = ..., push_prefix: _Optional[_Union[PushPrefix, _Mapping]] = ..., checksums: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class BlocksPushed(_message.Message):
     __slots__ = ("sequence", "first_block", "num_blocks", "num_pushes", "first_token")
