@@ -69,8 +69,6 @@ class RouterStreams:
             owner = self._owner.get(delta.request_id)
             if owner is not None:
                 shares[owner].append(delta)
-            if delta.finish_reason is not None:
-                self.disown(delta.request_id)
         for stream in self._streams:
             stream.outbox.put_nowait(StepOutput(tuple(shares.get(stream, ())), load))
 

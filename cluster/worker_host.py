@@ -231,7 +231,7 @@ class WorkerHost:
         deltas = self._role.stepped(progress)
         self._streams.step(deltas, self._engine.scheduler.load())
         for item in progress:
-            if item.handed_over:
+            if item.ended:
                 self._streams.disown(item.request_id)
         self._publish()
 

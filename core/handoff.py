@@ -88,14 +88,14 @@ class BlocksPushed:
     """Source to target, attached to a push: blocks [first_block, first_block + num_blocks) of the prompt are in.
 
     sequence: pushes of one hand-off count from 0. num_pushes: on the last push, how many there were; else 0.
-    first_token: on the last push of a prefill, the token drawn from the prompt.
+    first_tokens: on the last push of a prefill, the token that each choice drew from the prompt.
     """
 
     sequence: int
     first_block: int
     num_blocks: int
     num_pushes: int = 0
-    first_token: int | None = None
+    first_tokens: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from core.errors import PeerRefused
 
 BlockHash = NewType("BlockHash", bytes)  # 32 bytes
 
-SCHEMA_REVISION: Final = 1  # raise it whenever a hand-off message or the meaning of a hash changes
+SCHEMA_REVISION: Final = 2  # raise it whenever a hand-off message or the meaning of a hash changes
 
 
 @dataclass(frozen=True, slots=True)

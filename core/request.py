@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Final
 
@@ -14,6 +14,8 @@ MAX_LOGIT_BIASES: Final = 1024
 MAX_TOP_LOGPROBS: Final = 20
 MAX_PRIORITY: Final = 100
 SEED_BITS: Final = 63
+MAX_CHOICES: Final = 16
+CHOICE_STRIDE: Final = 0x9E3779B97F4A7C15  # odd and far from small: no two choices of a request, or of near seeds, meet
 
 
 class FinishReason(StrEnum):
@@ -83,6 +85,10 @@ class SamplingParams:
         """The tokens so far change what is drawn next."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
+    def for_choice(self, choice: int) -> SamplingParams:
+        """How choice `choice` of a request is drawn: from a seed of its own, which for choice 0 is the request's."""
+        return replace(self, seed=(self.seed + choice * CHOICE_STRIDE) % (1 << SEED_BITS)) if choice else self
+
 
 @dataclass(frozen=True, slots=True)
 class StopConditions:
@@ -108,8 +114,10 @@ class StopConditions:
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """One generation, as the router hands it to workers.
+    """One prompt and what to generate from it, as the router hands it to workers.
 
+    `num_choices`: how many outputs to draw from the one prompt; `stop` and `sampling` hold for each
+    (SamplingParams.for_choice).
     `cache_salt` separates prefix caches: requests share cached blocks only when their salts are equal.
     `tenant` comes from authentication at the edge, never from a client's field.
     `priority`: lower goes first, as in vLLM, which clients know; above 0 is batch work, which gets what the rest leaves
@@ -123,8 +131,10 @@ class GenerateRequest:
     cache_salt: str = ""
     tenant: str = ""
     priority: int = 0
+    num_choices: int = 1
 
     def __post_init__(self) -> None:
+        _require_between("n", self.num_choices, 1, MAX_CHOICES)
         if not self.prompt_token_ids:
             raise BadRequest("prompt", "must hold at least one token")
         _require_between("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)
@@ -136,8 +146,8 @@ class GenerateRequest:
 
 @dataclass(frozen=True, slots=True)
 class TokenDelta:
-    """New tokens of one request. `position` is the index of the first of them in the output, so that
-    whoever merges deltas from several workers emits each position exactly once."""
+    """New tokens of one choice of a request. `position` is the index of the first of them in the choice's output, so
+    that whoever merges deltas from several workers emits each position exactly once."""
 
     request_id: str
     position: int
@@ -147,6 +157,7 @@ class TokenDelta:
     message: str = ""  # why, when finish_reason is ERROR
     usage: WorkUsage | None = None  # with the first delta of a worker
     logprobs: tuple[TokenLogprobs, ...] = ()  # one per token, where the request asks for them
+    choice: int = 0
 
 
 @dataclass(frozen=True, slots=True)

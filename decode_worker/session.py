@@ -3,7 +3,7 @@
 A request whose prompt is prefilled elsewhere:
 1. WAITING: no room in the pool yet, for a bounded time; the scheduler says who is next (engine/waiting_line.py).
 2. RESERVED: prefix hits are held, the other blocks are locked for the source; the ticket went to the router.
-3. RUNNING: the KV landed; the scheduler draws tokens from position 1 on.
+3. RUNNING: the KV landed, once for all choices; the scheduler draws tokens from position 1 on.
 A request without a prefill worker is RUNNING at once and is prefilled here in chunks.
 
 Mirror image: prefill_worker/session.py.
@@ -102,14 +102,15 @@ class DecodeSession:
         reserved = self._reserved.pop(outcome.handoff_id)
         sequence = reserved.sequence
         del self._handoff_of[sequence.request_id]
-        if outcome.first_token is None:
+        num_tokens, num_choices = len(outcome.first_tokens), sequence.num_choices
+        if num_tokens != num_choices:
             self._scheduler.end_reservation(sequence)
             self._scheduler.pool.release([*reserved.hits, *outcome.blocks])
-            return [Refused(sequence.request_id, RefuseReason.TRANSFER_FAILED, "landed without a first token")]
+            message = f"landed with {num_tokens} first tokens for {num_choices} choices"
+            return [Refused(sequence.request_id, RefuseReason.TRANSFER_FAILED, message)]
         self._landed_blocks[sequence.request_id] = len(outcome.blocks)
         blocks, num_intact = [*reserved.hits, *outcome.blocks], len(reserved.hits) + outcome.num_intact
-        ended = self._scheduler.add_landed(sequence, blocks, outcome.first_token, num_intact)
-        if ended is not None:
+        if not self._scheduler.add_landed(sequence, blocks, outcome.first_tokens, num_intact):
             del self._landed_blocks[sequence.request_id]
         return []
 
@@ -126,7 +127,7 @@ class DecodeSession:
 
     def progressed(self, progress: list[Progress]) -> list[TokenDelta]:
         """The tokens of one step."""
-        return [self._with_usage(item.delta) for item in progress if item.delta is not None]
+        return [self._with_usage(delta) for item in progress for delta in item.deltas]
 
     def cancel(self, request_id: str, now: float) -> list[Effect]:
         """Free what the request holds, in whatever state it is."""

@@ -72,6 +72,9 @@ class BlockPool:
     def num_used(self) -> int:
         return self.num_blocks - len(self._free) - len(self._quarantined)
 
+    def num_references(self, block: int) -> int:
+        return self._references[block]
+
     def match(self, hashes: Sequence[BlockHash]) -> list[int]:
         """Blocks of the longest leading run of `hashes` held here. Takes no reference."""
         found = []

@@ -7,21 +7,27 @@
 3. The driver computes the plan. Meanwhile requests may come and be cancelled.
 4. `commit` takes the drawn tokens, makes full blocks findable, ends what ended, and says what progressed.
 
-A step in flight owns its sequences: a request cancelled meanwhile gives its blocks back in `commit`, not before.
-Blocks go to whoever is first in line, and of those who hold some the last in line is preempted first. A newcomer
-leaves room for the next blocks of those who run, and for whoever waits before it in the other line.
+A request with n choices is one sequence until its prompt is computed, and then forks into n, each with references on
+the prompt's blocks. One that is about to write into a block that others refer to writes into a copy, which the step
+makes first; the last holder writes in place. Choices are preempted one by one, and cancelled together.
+
+A step in flight owns its sequences and the sources of its copies: a request cancelled meanwhile gives its blocks back
+in `commit`, not before. Blocks go to whoever is first in line, and of those who hold some the last in line is preempted
+first. A newcomer leaves room for the next blocks of those who run, and for whoever waits before it in the other line.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from itertools import chain
 from typing import Final
 
 from core.errors import BadRequest, InvariantBroken
 from core.identity import namespace
 from core.membership import WorkerLoad
-from core.request import FinishReason, GenerateRequest, TokenDelta, WorkUsage
+from core.request import GenerateRequest, TokenDelta, WorkUsage
 from engine.block_pool import BlockPool
 from engine.sequence import ModelLimits, Sequence, StopWatchFactory
 from engine.step import Drawn, ScoredToken, StepPlan
@@ -64,14 +70,16 @@ _LEAST: Final = {
 class Progress:
     """What one step did for one sequence.
 
-    num_computed: tokens whose KV is now in `block_table`. delta: the token drawn, if one was.
-    handed_over: a prefill-only sequence ended; its references on `block_table` are now the receiver's to release.
+    num_computed: tokens whose KV is now in `block_table`. deltas: the tokens drawn, one for each choice that begins.
+    ended: no choice of the request is left here. handed_over: that is because it was only prefilled; its references
+    on `block_table` are now the receiver's to release.
     """
 
     request_id: str
     num_computed: int
     block_table: tuple[int, ...]
-    delta: TokenDelta | None
+    deltas: tuple[TokenDelta, ...]
+    ended: bool = False
     handed_over: bool = False
 
 
@@ -100,18 +108,23 @@ class Scheduler:
         self.limits = limits
         self._identity_digest = identity_digest
         self._make_watch = make_watch
-        self._sequences: dict[str, Sequence] = {}
+        self._sequences: dict[str, list[Sequence]] = {}  # by request id: its choices
         self._waiting = WaitingLine(config.scan_depth, config.max_overtakes)
         self._awaiting_room = WaitingLine(config.scan_depth, config.max_overtakes)
         self._reserved: dict[str, Sequence] = {}  # their blocks are whoever reserved them's, until they land
-        self._running: dict[str, Sequence] = {}
+        self._running: dict[Sequence, None] = {}
+        self._copies: list[tuple[int, int]] = []  # of the step to come; each holds a reference on its source
         self._in_flight: StepPlan | None = None
+        self._computing: tuple[Sequence, ...] = ()  # of the step in flight, one for each slice
         self._num_sequences = 0
         self.num_steps = 0
         self.num_preemptions = 0
 
     def new_sequence(self, request: GenerateRequest, *, prefill_only: bool = False) -> Sequence:
-        """A sequence of `request`, from now on ageing but not scheduled. Raises BadRequest when it can never fit."""
+        """A sequence of `request`, from now on ageing but not scheduled.
+
+        Raises: BadRequest: not even one choice can ever fit; several need not fit together, some are then preempted.
+        """
         most_tokens = request.num_prompt_tokens + (1 if prefill_only else request.stop.max_tokens)
         if request.num_prompt_tokens >= self.limits.max_context_tokens:
             raise BadRequest("prompt", f"{request.num_prompt_tokens} tokens leave no room in the context")
@@ -126,6 +139,8 @@ class Scheduler:
             prefill_only=prefill_only,
             watch=self._make_watch(request) if request.stop.stop_strings else None,
             tokens=list(request.prompt_token_ids),
+            num_choices=request.num_choices,
+            sampling=request.sampling,
             due_step=self.num_steps + request.priority * self.config.ageing_steps,
             number=self._num_sequences,
         )
@@ -154,64 +169,73 @@ class Scheduler:
         self._reserved.pop(sequence.request_id, None)
 
     def add_landed(
-        self, sequence: Sequence, blocks: list[int], first_token: int, num_intact: int | None = None
-    ) -> FinishReason | None:
-        """Run a sequence whose prompt KV is in `blocks` (one reference each, now ours) and whose first token is out.
+        self, sequence: Sequence, blocks: list[int], first_tokens: Collection[int], num_intact: int | None = None
+    ) -> bool:
+        """Run a sequence whose prompt KV is in `blocks` (one reference each, now ours) and whose choices' first tokens
+        are out.
 
         num_intact: leading blocks that arrived whole, None for all; the rest is computed again, as after a preemption.
-        Returns: why it already ended with that token; its blocks are then released, its full ones cached.
+        Returns: whether any choice goes on. One that its first token ends is released, its full blocks cached.
         """
         self.end_reservation(sequence)
         self._register(sequence)
+        self._running[sequence] = None
         sequence.blocks = blocks
         num_intact = len(blocks) if num_intact is None else num_intact
         sequence.num_computed = min(sequence.request.num_prompt_tokens, num_intact * self.limits.block_size)
         self._cache_full_blocks(sequence)
-        reason, _matched = sequence.append(first_token)
-        if reason is not None:
-            self._forget(sequence)
-            return reason
-        self._running[sequence.request_id] = sequence
-        if num_intact < len(blocks):
-            self._preempt(sequence)
-        return None
+        alive = []
+        for choice, first_token in zip(self._fork(sequence), first_tokens, strict=True):
+            reason, _matched = choice.append(first_token)
+            if reason is not None:
+                self._forget(choice)
+                continue
+            alive.append(choice)
+            if num_intact < len(blocks):
+                self._preempt(choice)
+        if alive:
+            alive[0].usage_sent = False
+        return bool(alive)
 
     def cancel(self, request_id: str) -> bool:
         """Stop a request and free what it holds, at once or when the step in flight commits. False: not here."""
-        sequence = self._sequences.get(request_id)
-        if sequence is None:
+        choices = self._sequences.get(request_id)
+        if choices is None:
             return False
-        if self._in_flight and any(item.request_id == request_id for item in self._in_flight.slices):
-            sequence.cancelled = True
-            return True
-        self._forget(sequence)
+        for sequence in list(choices):
+            if sequence in self._computing:
+                sequence.cancelled = True
+            else:
+                self._forget(sequence)
         return True
 
     def plan(self) -> StepPlan | None:
         """The next step, or None when there is nothing to compute. One step is in flight at a time."""
         if self._in_flight is not None:
             raise InvariantBroken("plan while a step is in flight")
-        chosen: dict[str, int] = {}
+        chosen: dict[Sequence, int] = {}
         budget = self.config.token_budget
         for due in (True, False):
-            group = [item for item in sorted(self._running.values(), key=rank) if item.is_due(self.num_steps) is due]
+            group = [item for item in sorted(self._running, key=rank) if item.is_due(self.num_steps) is due]
             budget = self._plan_decodes(group, chosen, budget)
             budget = self._plan_prefills(group, chosen, budget)
             budget = self._admit_waiting(due, chosen, budget)
         if not chosen:
             return None
-        self._in_flight = StepPlan(tuple(self._running[name].slice(count) for name, count in chosen.items()))
+        slices = tuple(sequence.slice(num_tokens) for sequence, num_tokens in chosen.items())
+        self._in_flight, self._computing = StepPlan(slices, tuple(self._copies)), tuple(chosen)
+        self._copies.clear()
         self._age(chosen)
         return self._in_flight
 
     def commit(self, plan: StepPlan, drawn: Collection[tuple[Drawn, ...]]) -> list[Progress]:
-        """Take what was drawn for each slice of the step in flight, in order."""
+        """Take what was drawn for the samples of each slice of the step in flight, in order."""
         if plan is not self._in_flight or len(drawn) != len(plan.slices):
             raise InvariantBroken("commit of a step that is not in flight")
-        self._in_flight = None
+        computing, self._computing, self._in_flight = self._computing, (), None
+        self.pool.release([source for source, _target in plan.copies])
         progress = []
-        for item, answer in zip(plan.slices, drawn, strict=True):
-            sequence = self._sequences[item.request_id]
+        for sequence, item, answer in zip(computing, plan.slices, drawn, strict=True):
             if sequence.cancelled:
                 self._forget(sequence)
                 continue
@@ -225,7 +249,9 @@ class Scheduler:
         return WorkerLoad(
             waiting_requests=len(self._waiting),
             running_requests=len(self._running),
-            waiting_tokens=sum(item.num_uncomputed for item in self._sequences.values() if not item.decoding),
+            waiting_tokens=sum(
+                item.num_uncomputed for item in chain.from_iterable(self._sequences.values()) if not item.decoding
+            ),
             free_blocks=self.pool.num_free,
             used_blocks=self.pool.num_used,
             quarantined_blocks=self.pool.num_quarantined,
@@ -234,41 +260,55 @@ class Scheduler:
     def _register(self, sequence: Sequence) -> None:
         if sequence.request_id in self._sequences:
             raise InvariantBroken(f"request {sequence.request_id} is already scheduled")
-        self._sequences[sequence.request_id] = sequence
+        self._sequences[sequence.request_id] = [sequence]
+
+    def _fork(self, sequence: Sequence) -> list[Sequence]:
+        """The choices of a running sequence, all running; they share its blocks."""
+        choices = sequence.fork(self._make_watch)
+        for choice in choices[1:]:
+            self.pool.hold(choice.blocks)
+            self._running[choice] = None
+            self._sequences[sequence.request_id].append(choice)
+        return choices
 
     def _forget(self, sequence: Sequence) -> None:
-        del self._sequences[sequence.request_id]
-        if self._running.pop(sequence.request_id, None) is None:
+        choices = self._sequences[sequence.request_id]
+        choices.remove(sequence)
+        if not choices:
+            del self._sequences[sequence.request_id]
+        if sequence in self._running:
+            del self._running[sequence]
+        else:
             self._waiting.remove(sequence)
         self.pool.release(sequence.drop_blocks())
 
-    def _age(self, chosen: Iterable[str]) -> None:
+    def _age(self, chosen: Iterable[Sequence]) -> None:
         """One step more has passed; batch work that it serves comes no nearer to being due."""
-        for name in chosen:
-            if not self._running[name].is_due(self.num_steps):
-                self._running[name].due_step += 1
+        for sequence in chosen:
+            if not sequence.is_due(self.num_steps):
+                sequence.due_step += 1
         self.num_steps += 1
 
-    def _plan_decodes(self, group: list[Sequence], chosen: dict[str, int], budget: int) -> int:
+    def _plan_decodes(self, group: list[Sequence], chosen: dict[Sequence, int], budget: int) -> int:
         """One token for each decoding sequence, first in line first; the last are preempted when blocks run out."""
         for sequence in group:
             if budget == 0 or len(chosen) == self.config.max_sequences:
                 break
-            if sequence.decoding and sequence.request_id in self._running and self._grow(sequence):
-                chosen[sequence.request_id] = 1
+            if sequence.decoding and sequence in self._running and self._grow(sequence):
+                chosen[sequence] = 1
                 budget -= 1
         return budget
 
-    def _plan_prefills(self, group: list[Sequence], chosen: dict[str, int], budget: int) -> int:
+    def _plan_prefills(self, group: list[Sequence], chosen: dict[Sequence, int], budget: int) -> int:
         for sequence in group:
             if budget == 0 or len(chosen) == self.config.max_sequences:
                 break
-            if not sequence.decoding and sequence.request_id in self._running:
-                chosen[sequence.request_id] = min(budget, sequence.num_uncomputed)
-                budget -= chosen[sequence.request_id]
+            if not sequence.decoding and sequence in self._running:
+                chosen[sequence] = min(budget, sequence.num_uncomputed)
+                budget -= chosen[sequence]
         return budget
 
-    def _admit_waiting(self, due: bool, chosen: dict[str, int], budget: int) -> int:
+    def _admit_waiting(self, due: bool, chosen: dict[Sequence, int], budget: int) -> int:
         while budget > 0 and len(chosen) < self.config.max_sequences:
             taken = self._admit(self._waiting, due, behind=self._awaiting_room)
             if taken is None:
@@ -278,9 +318,9 @@ class Scheduler:
             sequence.num_computed = len(taken.hits) * self.limits.block_size
             if sequence.num_output == 0:
                 sequence.num_cached_prompt = sequence.num_computed
-            self._running[sequence.request_id] = sequence
-            chosen[sequence.request_id] = min(budget, sequence.num_uncomputed)
-            budget -= chosen[sequence.request_id]
+            self._running[sequence] = None
+            chosen[sequence] = min(budget, sequence.num_uncomputed)
+            budget -= chosen[sequence]
         return budget
 
     def _admit(self, line: WaitingLine, due: bool, behind: WaitingLine) -> Reservation | None:
@@ -291,8 +331,10 @@ class Scheduler:
         def take(sequence: Sequence) -> bool:
             hashes, num_blocks = sequence.reusable_hashes(), sequence.num_blocks_to(sequence.num_known)
             owed = sum(item.num_blocks_to(item.num_known) for item in behind.before(sequence))
-            while (taken := self.pool.acquire(hashes, num_blocks, owed + growth)) is None:
-                if not (due and self._preempt_batch(num_blocks + owed + growth)):
+            fork = min(sequence.num_fork_blocks, self.pool.num_blocks - num_blocks)  # what the pool cannot have anyway
+            keep_free = owed + growth + fork
+            while (taken := self.pool.acquire(hashes, num_blocks, keep_free)) is None:
+                if not (due and self._preempt_batch(num_blocks + keep_free)):
                     return False
             found.append(Reservation(sequence, *taken))
             return True
@@ -303,8 +345,12 @@ class Scheduler:
     def _growth_blocks(self, batch_too: bool) -> int:
         """What must stay free for the next blocks of those who hold some: preempting them later would cost more."""
         most = self.config.growth_blocks
-        holders = [*self._running.values(), *self._reserved.values()]
-        return sum(item.num_growth_blocks(most) for item in holders if batch_too or item.is_due(self.num_steps))
+        holders = [*self._running, *self._reserved.values()]
+        return sum(
+            item.num_growth_blocks(most, must_copy=self._shares_last_block(item))
+            for item in holders
+            if batch_too or item.is_due(self.num_steps)
+        )
 
     def _preempt_batch(self, num_blocks: int) -> bool:
         """Preempt the last of batch work, to get `num_blocks` free in the end. False: all of it would not be enough.
@@ -313,28 +359,44 @@ class Scheduler:
         """
         if self._in_flight is not None:
             return False
-        batch = [item for item in self._running.values() if not item.is_due(self.num_steps) and not item.prefill_only]
-        if not batch or self.pool.num_free + sum(len(item.blocks) for item in batch) < num_blocks:
+        batch = [item for item in self._running if not item.is_due(self.num_steps) and not item.prefill_only]
+        held = Counter(chain.from_iterable(item.blocks for item in batch))
+        num_theirs = sum(self.pool.num_references(block) == count for block, count in held.items())
+        if not batch or self.pool.num_free + num_theirs < num_blocks:
             return False
         self._preempt(max(batch, key=rank))
         return True
 
     def _grow(self, sequence: Sequence) -> bool:
         """Make room for one more token, preempting from the last in line. False: this one was preempted itself."""
-        while sequence.num_blocks_to(sequence.num_known) > len(sequence.blocks):
+        while (shares := self._shares_last_block(sequence)) or self._is_full(sequence):
             fresh = self.pool.allocate(1)
-            if fresh is not None:
+            if fresh is None:
+                victim = max(self._running, key=rank)  # not chosen yet: the chosen rank before us
+                self._preempt(victim)
+                if victim is sequence:
+                    return False
+            elif shares:
+                self._copies.append((sequence.blocks[-1], fresh[0]))  # which takes over the reference on its source
+                sequence.blocks[-1] = fresh[0]
+            else:
                 sequence.blocks += fresh
-                continue
-            victim = max(self._running.values(), key=rank)  # not chosen yet: the chosen rank before us
-            self._preempt(victim)
-            if victim is sequence:
-                return False
         return True
+
+    def _is_full(self, sequence: Sequence) -> bool:
+        return sequence.num_blocks_to(sequence.num_known) > len(sequence.blocks)
+
+    def _shares_last_block(self, sequence: Sequence) -> bool:
+        """The block that its next token goes into is another choice's too; one whose copy is planned has left it."""
+        if sequence.num_computed % self.limits.block_size == 0 or not sequence.decoding:
+            return False
+        block = sequence.blocks[-1]
+        num_leaving = sum(source == block for source, _target in self._copies)
+        return self.pool.num_references(block) - num_leaving > 1
 
     def _preempt(self, sequence: Sequence) -> None:
         """Take a sequence's blocks; it waits, in its old place in line, to compute again what is no longer cached."""
-        del self._running[sequence.request_id]
+        del self._running[sequence]
         self.pool.release(sequence.drop_blocks())
         self._waiting.push(sequence)
         self.num_preemptions += 1
@@ -347,13 +409,25 @@ class Scheduler:
         sequence.num_cached_blocks = num_full
 
     def _advance(self, sequence: Sequence, answer: tuple[Drawn, ...]) -> Progress:
-        table, computed = tuple(sequence.blocks), sequence.num_computed
+        request_id, table, computed = sequence.request_id, tuple(sequence.blocks), sequence.num_computed
         if not answer:
-            return Progress(sequence.request_id, computed, table, delta=None)
-        [drawn] = answer
+            return Progress(request_id, computed, table, deltas=())
+        handed_over = sequence.prefill_only
+        choices = sequence.fork(self._make_watch) if handed_over else self._fork(sequence)
+        deltas = tuple(self._say(choice, drawn) for choice, drawn in zip(choices, answer, strict=True))
+        if handed_over:
+            sequence.drop_blocks()
+            self._forget(sequence)
+        else:
+            for choice, delta in zip(choices, deltas, strict=True):
+                if delta.finish_reason is not None:
+                    self._forget(choice)
+        return Progress(request_id, computed, table, deltas, request_id not in self._sequences, handed_over)
+
+    def _say(self, sequence: Sequence, drawn: Drawn) -> TokenDelta:
         token_id, logprobs = (drawn.token_id, (drawn.logprobs,)) if isinstance(drawn, ScoredToken) else (drawn, ())
         reason, matched = sequence.append(token_id)
-        delta = TokenDelta(
+        return TokenDelta(
             request_id=sequence.request_id,
             position=sequence.num_output - 1,
             token_ids=(token_id,),
@@ -361,12 +435,8 @@ class Scheduler:
             matched_stop=matched,
             usage=self._first_usage(sequence),
             logprobs=logprobs,
+            choice=sequence.choice,
         )
-        if sequence.prefill_only:
-            sequence.drop_blocks()
-        if reason is not None or sequence.prefill_only:
-            self._forget(sequence)
-        return Progress(sequence.request_id, computed, table, delta, handed_over=sequence.prefill_only)
 
     def _first_usage(self, sequence: Sequence) -> WorkUsage | None:
         if sequence.usage_sent:

@@ -1,14 +1,18 @@
-"""One request inside the engine: its tokens, its blocks, and when it ends."""
+"""One output of a request inside the engine: its tokens, its blocks, and when it ends.
+
+A request with several choices is one sequence until its prompt is computed, and then forks: each choice has the
+prompt's blocks, of which it holds references, and goes its own way.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from core.blocks import num_blocks_for
 from core.identity import BlockHash, extend_hashes
-from core.request import FinishReason, GenerateRequest
+from core.request import FinishReason, GenerateRequest, SamplingParams
 from engine.step import SampleSpec, SequenceSlice
 
 
@@ -35,7 +39,8 @@ class Sequence:
     """tokens: prompt, then output. KV is in the pool for positions [0, num_computed).
 
     blocks covers at least num_computed positions while the sequence runs; empty while it waits.
-    prefill_only: ends with the first token, which another worker continues.
+    prefill_only: ends with the first token of each choice, which another worker continues.
+    num_choices: how many choices it will fork into, this one first; 1 after that, and where there is one only.
     due_step, number: its place in line (engine/waiting_line.py); num_overtaken: how often it was passed as the head.
     """
 
@@ -45,6 +50,9 @@ class Sequence:
     prefill_only: bool
     watch: StopWatch | None
     tokens: list[int]
+    num_choices: int
+    sampling: SamplingParams
+    choice: int = 0
     blocks: list[int] = field(default_factory=list)
     hashes: list[BlockHash] = field(default_factory=list)
     num_computed: int = 0
@@ -74,6 +82,12 @@ class Sequence:
         return len(self.tokens) - self.num_computed
 
     @property
+    def most_computed(self) -> int:
+        """Tokens whose KV it may come to need: that of the last one is never computed."""
+        end = min(self.request.num_prompt_tokens + self.request.stop.max_tokens, self.limits.max_context_tokens)
+        return end - 1
+
+    @property
     def decoding(self) -> bool:
         """One token to compute, and it is an output token."""
         return self.num_uncomputed == 1 and self.num_output > 0
@@ -85,13 +99,52 @@ class Sequence:
     def num_blocks_to(self, num_tokens: int) -> int:
         return num_blocks_for(num_tokens, self.limits.block_size)
 
-    def num_growth_blocks(self, most: int) -> int:
-        """Blocks beyond those for the known tokens that it may still come to need, `most` at most."""
+    def num_growth_blocks(self, most: int, *, must_copy: bool = False) -> int:
+        """Blocks beyond those for the known tokens that its choices may still come to need, `most` at most for each.
+
+        must_copy: its last block is shared with another choice.
+        """
         if self.prefill_only:
             return 0
-        end = min(self.request.num_prompt_tokens + self.request.stop.max_tokens, self.limits.max_context_tokens)
         held = max(len(self.blocks), self.num_blocks_to(self.num_known))
-        return max(0, min(most, self.num_blocks_to(end - 1) - held))  # the last token's KV is never computed
+        own = self.num_blocks_to(self.most_computed) - held
+        others = (self.num_choices - 1) * max(0, min(most, own + self._forks_in_a_block))
+        return max(0, min(most, own + must_copy)) + others
+
+    @property
+    def num_fork_blocks(self) -> int:
+        """Blocks that its choices need for their first tokens beyond the prompt's: each a next one, or, all but one, a
+        copy of the last one."""
+        if self.num_choices == 1 or self.prefill_only or self.num_known == self.most_computed:
+            return 0
+        return self.num_choices - self._forks_in_a_block
+
+    @property
+    def _forks_in_a_block(self) -> bool:
+        """Its choices will write into the last block of the prompt."""
+        return self.num_known % self.limits.block_size > 0 and self.num_known < self.most_computed
+
+    def fork(self, make_watch: StopWatchFactory) -> list[Sequence]:
+        """One sequence for each choice, this one first, all with its tokens and block table.
+
+        The caller takes references for the others.
+        """
+        others = [
+            replace(
+                self,
+                choice=choice,
+                num_choices=1,
+                sampling=self.request.sampling.for_choice(choice),
+                watch=make_watch(self.request) if self.watch else None,
+                tokens=list(self.tokens),
+                blocks=list(self.blocks),
+                hashes=list(self.hashes),
+                usage_sent=True,
+            )
+            for choice in range(1, self.num_choices)
+        ]
+        self.num_choices = 1
+        return [self, *others]
 
     def reusable_hashes(self) -> list[BlockHash]:
         """Hashes of full blocks that a hit may cover: never all known tokens, so that one is always computed."""
@@ -119,15 +172,19 @@ class Sequence:
             token_ids=tuple(self.tokens[self.num_computed : end]),
             start=self.num_computed,
             block_table=tuple(self.blocks[: self.num_blocks_to(end)]),
-            samples=(self._sample_spec(),) if end == self.num_known else (),
+            samples=self._samples() if end == self.num_known else (),
         )
 
-    def _sample_spec(self) -> SampleSpec:
+    def _samples(self) -> tuple[SampleSpec, ...]:
+        others = range(1, self.num_choices)
+        return tuple(map(self._sample_spec, [self.sampling, *map(self.sampling.for_choice, others)]))
+
+    def _sample_spec(self, sampling: SamplingParams) -> SampleSpec:
         stop = self.request.stop
         banned: tuple[int, ...] = ()
         if self.num_output + 1 <= stop.min_tokens:
             banned = tuple({*self.limits.eos_token_ids, *stop.stop_token_ids})
-        sampling, prompt = self.request.sampling, self.request.prompt_token_ids
+        prompt = self.request.prompt_token_ids
         if not sampling.has_penalties:
             return SampleSpec(sampling, self.num_output, banned)
         return SampleSpec(
@@ -139,7 +196,7 @@ class Sequence:
         )
 
     def append(self, token_id: int) -> tuple[FinishReason | None, str | None]:
-        """Add a drawn token. Returns why the request ends with it, and the stop string that ends it."""
+        """Add a drawn token. Returns why the output ends with it, and the stop string that ends it."""
         self.tokens.append(token_id)
         matched = self.watch.push(token_id) if self.watch else None
         stop = self.request.stop

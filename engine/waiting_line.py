@@ -1,6 +1,6 @@
 """Who waits for room, and who of them is next.
 
-A sequence's rank is (due step, number): it comes due `priority` * `ageing_steps` steps after it arrived, so a
+A sequence's rank is (due step, number, choice): it comes due `priority` * `ageing_steps` steps after it arrived, so a
 later priority is worth a longer wait and nothing more. Of two sequences the one that is due first goes first; for
 each there is a step after which no newcomer can be due before it, so none starves.
 A sequence that is not due yet is batch work: it gets what the due ones leave. The steps that compute for it do not
@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator
 from engine.sequence import Sequence
 
 
-def rank(sequence: Sequence) -> tuple[int, int]:
-    """Lower goes first, and is preempted last."""
-    return sequence.due_step, sequence.number
+def rank(sequence: Sequence) -> tuple[int, int, int]:
+    """Lower goes first, and is preempted last. No two sequences have the same."""
+    return sequence.due_step, sequence.number, sequence.choice
 
 
 class WaitingLine:

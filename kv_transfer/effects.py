@@ -81,7 +81,7 @@ class TargetLanded:
 
     handoff_id: str
     blocks: tuple[int, ...]
-    first_token: int | None
+    first_tokens: tuple[int, ...]
     num_intact: int
 
 

@@ -22,7 +22,7 @@ def encode_notice(notice: HandoffNotice, checksums: Sequence[int] = ()) -> bytes
                 first_block=body.first_block,
                 num_blocks=body.num_blocks,
                 num_pushes=body.num_pushes,
-                first_token=body.first_token,
+                first_tokens=body.first_tokens,
             )
             message.pushed.CopyFrom(pushed)
         case Landed():
@@ -61,8 +61,8 @@ def _decode_body(message: handoff_pb2.HandoffNotice) -> NoticeBody | None:
     match message.WhichOneof("notice"):
         case "pushed":
             pushed = message.pushed
-            first_token = pushed.first_token if pushed.HasField("first_token") else None
-            return BlocksPushed(pushed.sequence, pushed.first_block, pushed.num_blocks, pushed.num_pushes, first_token)
+            first_tokens = tuple(pushed.first_tokens)
+            return BlocksPushed(pushed.sequence, pushed.first_block, pushed.num_blocks, pushed.num_pushes, first_tokens)
         case "landed":
             return Landed()
         case "stop":

@@ -87,7 +87,7 @@ class SourceSide:
         now: float,
         *,
         last: bool,
-        first_token: int | None = None,
+        first_tokens: tuple[int, ...] = (),
     ) -> list[Effect]:
         """Blocks [0, num_ready) of the prompt are computed and stand in `block_table`: push the ones not pushed yet.
 
@@ -103,7 +103,7 @@ class SourceSide:
         ours = tuple(block_table[first:end])
         theirs = ticket.block_ids[first - ticket.first_block : max(first, end) - ticket.first_block]
         sequence, session.num_pushes = session.num_pushes, session.num_pushes + 1
-        body = BlocksPushed(sequence, first, len(ours), session.num_pushes if last else 0, first_token)
+        body = BlocksPushed(sequence, first, len(ours), session.num_pushes if last else 0, first_tokens)
         if session.state is HandoffState.RESERVED:
             session.move(HandoffEvent.WRITES_POSSIBLE)
         session.next_block = max(first, end)

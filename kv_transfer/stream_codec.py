@@ -204,6 +204,7 @@ def _encode_request(request: GenerateRequest) -> pb.WorkerRequest:
         logit_bias=dict(sampling.logit_bias),
         top_logprobs=sampling.top_logprobs,
         priority=request.priority,
+        num_choices=request.num_choices,
     )
 
 
@@ -233,6 +234,7 @@ def _decode_request(message: pb.WorkerRequest) -> GenerateRequest:
         cache_salt=message.cache_salt,
         tenant=message.tenant,
         priority=message.priority,
+        num_choices=message.num_choices,
     )
 
 
@@ -266,6 +268,7 @@ def _encode_delta(delta: TokenDelta) -> pb.TokenDelta:
         message=delta.message,
         usage=_encode_usage(delta.usage) if delta.usage is not None else None,
         logprobs=[encode_logprobs(item) for item in delta.logprobs],
+        choice=delta.choice,
     )
 
 
@@ -279,6 +282,7 @@ def _decode_delta(message: pb.TokenDelta) -> TokenDelta:
         message=message.message,
         usage=_decode_usage(message.usage) if message.HasField("usage") else None,
         logprobs=tuple(_decode_logprobs(item) for item in message.logprobs),
+        choice=message.choice,
     )
 
 

@@ -41,7 +41,7 @@ class _Incoming:
     state: HandoffState = HandoffState.PLANNED
     pushes: dict[int, BlocksPushed] = field(default_factory=dict)
     num_pushes: int = 0
-    first_token: int | None = None
+    first_tokens: tuple[int, ...] = ()
     damaged_from: int | None = None  # index in the prompt of the first block that did not arrive whole
     ask_again_s: float = 0.0
     quiet_at_s: float | None = None  # the source is dead: quiet from then on
@@ -205,7 +205,7 @@ class TargetSide:
     def _pushed(self, session: _Incoming, push: BlocksPushed, now: float) -> list[Effect]:
         session.pushes[push.sequence] = push
         if push.num_pushes:
-            session.num_pushes, session.first_token = push.num_pushes, push.first_token
+            session.num_pushes, session.first_tokens = push.num_pushes, push.first_tokens
         if not session.complete:
             return []
         if session.state is HandoffState.STOPPING:
@@ -228,7 +228,7 @@ class TargetSide:
         del self._open[ticket.handoff_id]
         self._blocks.release(ticket.block_ids[covered:])
         return [
-            TargetLanded(ticket.handoff_id, ticket.block_ids[:covered], session.first_token, intact),
+            TargetLanded(ticket.handoff_id, ticket.block_ids[:covered], session.first_tokens, intact),
             self._notify(session, Landed()),
         ]
 

@@ -3,7 +3,7 @@
 1. LOOKING: is a longer prefix cached on another worker? One bounded question to the shared index.
 2. FETCHING: the holder pushes those blocks here; they enter this worker's prefix cache as they land.
 3. COMPUTING: the scheduler computes what no cache had, in chunks; each finished run of blocks is pushed to the
-   decode worker while the next chunk computes. The last push carries the first token.
+   decode worker while the next chunk computes. The last push carries each choice's first token.
 A prefix that does not come in time is computed: a hit saves work, a miss costs a bounded wait.
 
 Mirror image: decode_worker/session.py.
@@ -141,8 +141,8 @@ class PrefillSession:
         for item in progress:
             prefill = self._prefills[item.request_id]
             effects += self._push(prefill.handoff_id, item, now)
-            if item.delta is not None:
-                deltas.append(self._with_usage(prefill, item.delta))
+            if item.ended:
+                deltas += [self._with_usage(prefill, delta) for delta in item.deltas]
                 self._forget(item.request_id)
             if item.handed_over:
                 self._scheduler.pool.release(item.block_table)
@@ -179,12 +179,12 @@ class PrefillSession:
         if not source.is_open(handoff_id):
             return []
         block_size = self._scheduler.limits.block_size
-        if item.delta is None:
+        if not item.ended:
             num_full = item.num_computed // block_size
             return source.blocks_ready(handoff_id, item.block_table, num_full, now, last=False)
         num_blocks = num_blocks_for(item.num_computed, block_size)
-        first_token = item.delta.token_ids[0]
-        return source.blocks_ready(handoff_id, item.block_table, num_blocks, now, last=True, first_token=first_token)
+        first_tokens = tuple(delta.token_ids[0] for delta in item.deltas)
+        return source.blocks_ready(handoff_id, item.block_table, num_blocks, now, last=True, first_tokens=first_tokens)
 
     def _with_usage(self, prefill: _Prefill, delta: TokenDelta) -> TokenDelta:
         """Tell fetched prompt tokens from those that were in the local cache before."""

@@ -6,8 +6,8 @@
 5. DONE: finished, failed or cancelled; every worker that held something was told.
 
 A worker knows an attempt, not a request: each new plan has an attempt id that was never used before, by any router,
-so what an old one still says is ignored, and a caller may use a request id again. Each output position is delivered
-once, in order, whichever worker it comes from.
+so what an old one still says is ignored, and a caller may use a request id again. Each output position of each choice
+is delivered once, in order, whichever worker it comes from; the request ends with the last of its choices.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Deliver:
-    """The next positions of a request's output. The last one of a request has a finish reason."""
+    """The next positions of one choice's output. The last one of each choice has a finish reason."""
 
     request_id: str
     delta: TokenDelta
@@ -107,6 +107,25 @@ class Planned:
 Effect = Send | Deliver | Fail | Planned
 
 
+@dataclass(slots=True)
+class _Output:
+    """One choice: how far it is out, and decode's tokens that overtook the first one."""
+
+    next_position: int = 0
+    early: dict[int, TokenDelta] = field(default_factory=dict)
+    ended: bool = False
+
+    def take(self, delta: TokenDelta) -> list[TokenDelta]:
+        """The deltas that are next, now that `delta` is here; nothing after the end, and no position twice."""
+        self.early.setdefault(delta.position, delta)
+        ready = []
+        while not self.ended and (item := self.early.pop(self.next_position, None)) is not None:
+            self.next_position += len(item.token_ids)
+            self.ended = item.finish_reason is not None
+            ready.append(item)
+        return ready
+
+
 @dataclass(slots=True, eq=False)
 class _Flow:
     request: GenerateRequest
@@ -119,8 +138,7 @@ class _Flow:
     choice: Choice | None = None
     prefill_open: bool = False  # the prompt's first token has not come from the worker that computes it
     prefill_begun_s: float = 0.0
-    next_position: int = 0
-    early: dict[int, TokenDelta] = field(default_factory=dict)  # decode's tokens that overtook the first one
+    outputs: list[_Output] = field(default_factory=list)  # of the current attempt, by choice
 
     def move(self, to: Stage) -> None:
         if to not in NEXT_STAGES[self.stage]:
@@ -227,6 +245,7 @@ class Dispatcher:
         if choice is None:
             return []
         flow.attempt += 1
+        flow.outputs = [_Output() for _ in range(flow.request.num_choices)]
         flow.attempt_id = f"{flow.request.request_id}#{self._router_id}.{next(self._serials)}"
         flow.choice = choice
         self._attempts[flow.attempt_id] = flow
@@ -279,25 +298,22 @@ class Dispatcher:
             computed_tokens = delta.usage.computed_tokens if delta.usage else flow.request.num_prompt_tokens
             self._view.prefills(worker).learn(flow.prefill_begun_s, now, computed_tokens)
             self._close_prefill(flow)
-        flow.early.setdefault(delta.position, delta)
-        effects: list[Effect] = []
-        while (ready := flow.early.pop(flow.next_position, None)) is not None:
-            flow.next_position += len(ready.token_ids)
-            effects.append(Deliver(flow.request.request_id, replace(ready, request_id=flow.request.request_id)))
-            if ready.finish_reason is not None:
-                if worker == flow.choice.prefill or ready.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
-                    effects += self._recall(flow)  # decode does not know yet that nothing is left to do
-                self._end(flow)
-                break
+        request_id = flow.request.request_id
+        ready = flow.outputs[delta.choice].take(delta)
+        effects: list[Effect] = [Deliver(request_id, replace(item, request_id=request_id)) for item in ready]
+        broken = any(item.finish_reason in (FinishReason.ABORT, FinishReason.ERROR) for item in ready)
+        if broken or (ready and all(output.ended for output in flow.outputs)):
+            if broken or worker == flow.choice.prefill:
+                effects += self._recall(flow)  # decode does not know yet that nothing is left to do
+            self._end(flow)
         return effects
 
     def _plan_again(self, flow: _Flow, error: TandemError, now: float) -> list[Effect]:
         """A new attempt while the client has seen nothing; the error once it has, or when attempts run out."""
-        if flow.next_position > 0 or flow.attempt >= self._config.max_attempts:
+        if any(output.next_position for output in flow.outputs) or flow.attempt >= self._config.max_attempts:
             return self._fail(flow, error)
         effects = self._recall(flow)
         self._close(flow)
-        flow.early.clear()
         flow.move(Stage.QUEUED)
         flow.queue_deadline_s = now + self._config.queue_timeout_s
         return effects + self._plan(flow, now)

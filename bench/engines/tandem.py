@@ -41,7 +41,7 @@ class TandemEngine:
         plan = self._scheduler.plan()
         assert plan is not None
         progress = self._scheduler.commit(plan, self._runner.run(plan))
-        return [item.request_id for item in progress if item.delta is not None]
+        return [item.request_id for item in progress if item.deltas]
 
     def clear(self) -> None:
         for request_id in self._request_ids:

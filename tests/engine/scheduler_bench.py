@@ -16,13 +16,15 @@ BLOCK_SIZE = 4
 class Bench:
     """One scheduler with its runner, stepped by hand."""
 
-    def __init__(self, num_blocks=64, token_budget=16, max_sequences=64, eos=(), context=512, **more) -> None:
+    def __init__(
+        self, num_blocks=64, token_budget=16, max_sequences=64, eos=(), context=512, block_size=BLOCK_SIZE, **more
+    ):
         self.pool = BlockPool(num_blocks)
-        limits = ModelLimits(BLOCK_SIZE, context, tuple(eos))
+        limits = ModelLimits(block_size, context, tuple(eos))
         config = SchedulerConfig(token_budget, max_sequences, **more)
         self.scheduler = Scheduler(config, self.pool, limits, b"d" * 32, lambda request: NeverStops())
-        self.memory = TokenMemory(num_blocks, BLOCK_SIZE)
-        self.outputs: defaultdict[str, list[int]] = defaultdict(list)
+        self.memory = TokenMemory(self.pool, block_size)
+        self.outputs: defaultdict[str, list[int]] = defaultdict(list)  # by request, and "request/1" for choice 1 and on
         self.planned: list[str] = []  # who was in the latest step
         self.finished: dict[str, FinishReason] = {}
 
@@ -40,11 +42,13 @@ class Bench:
 
     def take(self, progress: list[Progress]) -> list[Progress]:
         for item in progress:
-            if item.delta is not None:
-                assert item.delta.position == len(self.outputs[item.request_id])
-                self.outputs[item.request_id] += item.delta.token_ids
-                if item.delta.finish_reason is not None:
-                    self.finished[item.request_id] = item.delta.finish_reason
+            for delta in item.deltas:
+                name = f"{item.request_id}/{delta.choice}" if delta.choice else item.request_id
+                assert delta.position == len(self.outputs[name])
+                self.outputs[name] += delta.token_ids
+                if delta.finish_reason is not None:
+                    assert name not in self.finished
+                    self.finished[name] = delta.finish_reason
         self.pool.check()
         return progress
 

@@ -161,7 +161,7 @@ def test_a_landed_sequence_decodes_without_computing_its_prompt() -> None:
         bench.memory.slots[blocks[position // BLOCK_SIZE], position % BLOCK_SIZE] = token
     expected = undisturbed(prompt, 8)
     sequence = bench.scheduler.new_sequence(request("r", prompt))
-    assert bench.scheduler.add_landed(sequence, blocks, expected[0]) is None
+    assert bench.scheduler.add_landed(sequence, blocks, expected[:1])
     bench.outputs["r"].append(expected[0])
     bench.run()
     assert bench.outputs["r"] == expected
@@ -195,7 +195,7 @@ def test_a_landed_sequence_that_its_first_token_ends_is_released() -> None:
     blocks = bench.pool.allocate(3)
     sequence = bench.scheduler.new_sequence(request("r", range(10), max_tokens=1))
     assert blocks is not None
-    assert bench.scheduler.add_landed(sequence, blocks, 5) is FinishReason.LENGTH
+    assert not bench.scheduler.add_landed(sequence, blocks, [5])
     bench.assert_empty()
 
 
@@ -268,6 +268,5 @@ def test_logprobs_reach_the_delta() -> None:
     assert plan is not None
     logprobs = TokenLogprobs(-0.5, ((7, -0.5), (8, -1.5)))
     scored, bare = bench.scheduler.commit(plan, [(ScoredToken(7, logprobs),), (8,)])
-    assert scored.delta is not None and bare.delta is not None
-    assert (scored.delta.token_ids, scored.delta.logprobs) == ((7,), (logprobs,))
-    assert (bare.delta.token_ids, bare.delta.logprobs) == ((8,), ())
+    assert [(delta.token_ids, delta.logprobs) for delta in scored.deltas] == [((7,), (logprobs,))]
+    assert [(delta.token_ids, delta.logprobs) for delta in bare.deltas] == [((8,), ())]

@@ -46,7 +46,7 @@ def land(bench: Bench, reservation: Reservation) -> None:
         bench.memory.slots[table[position // BLOCK_SIZE], position % BLOCK_SIZE] = prompt[position]
     first = undisturbed(prompt, 1)[0]
     bench.outputs[sequence.request_id].append(first)
-    bench.scheduler.add_landed(sequence, table, first)
+    bench.scheduler.add_landed(sequence, table, [first])
 
 
 def fail(bench: Bench, reservation: Reservation) -> None:
@@ -284,7 +284,7 @@ def test_tokens_and_log_probabilities_do_not_depend_on_the_way(way: str) -> None
 
     def run(prepare: bool, **settings) -> tuple[list[int], list[TokenLogprobs], Bench]:
         bench = Bench(**settings)
-        bench.memory = ScoringMemory(bench.pool.num_blocks, BLOCK_SIZE)
+        bench.memory = ScoringMemory(bench.pool, BLOCK_SIZE)
         sampling = SamplingParams(0.0, top_logprobs=0)
         if prepare and way == "prefix hit":
             bench.add(GenerateRequest("warm", tuple(range(20)), sampling, StopConditions(max_tokens=3)))
@@ -295,7 +295,7 @@ def test_tokens_and_log_probabilities_do_not_depend_on_the_way(way: str) -> None
         logprobs = []
         while progress := bench.step():
             logprobs += itertools.chain.from_iterable(
-                item.delta.logprobs for item in progress if item.request_id == "r" and item.delta
+                delta.logprobs for item in progress if item.request_id == "r" for delta in item.deltas
             )
         return bench.outputs["r"], logprobs, bench
 

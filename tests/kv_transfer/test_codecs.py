@@ -64,7 +64,9 @@ SAMPLING = SamplingParams(
     top_logprobs=0,
 )
 STOP = StopConditions(max_tokens=9, min_tokens=2, stop_token_ids=(7,), stop_strings=("\n", "END"), ignore_eos=True)
-REQUEST = GenerateRequest("r1", (1, 2, 3), SAMPLING, STOP, cache_salt="salt", tenant="tenant", priority=-3)
+REQUEST = GenerateRequest(
+    "r1", (1, 2, 3), SAMPLING, STOP, cache_salt="salt", tenant="tenant", priority=-3, num_choices=4
+)
 DELTA = TokenDelta(
     request_id="r1",
     position=3,
@@ -74,6 +76,7 @@ DELTA = TokenDelta(
     message="why",
     usage=WorkUsage(1, 2, 3, 4, 5),
     logprobs=(TokenLogprobs(-0.1), TokenLogprobs(-2.5, ((6, -0.2), (0, -1.0 / 3.0)))),
+    choice=3,
 )
 
 

@@ -56,8 +56,10 @@ class Cluster:
                 effects += self.dispatcher.answered(other, PeerConnected(ref, "cma", 1.0), 0.0)
         return effects
 
-    def submit(self, name: str = "r", placement: Placement = Placement.AUTO, now: float = 0.0) -> list[Effect]:
-        return self.dispatcher.submit(request(name), placement, now)
+    def submit(
+        self, name: str = "r", placement: Placement = Placement.AUTO, now: float = 0.0, num_choices: int = 1
+    ) -> list[Effect]:
+        return self.dispatcher.submit(request(name, num_choices), placement, now)
 
     def say(self, name: str, *deltas: TokenDelta, now: float = 0.0) -> list[Effect]:
         return self.dispatcher.answered(self.refs[name], StepOutput(deltas, IDLE), now)
@@ -73,12 +75,15 @@ class Cluster:
             assert (worker.open_requests, worker.open_tokens, worker.prefills.num_tokens) == (0, 0, 0)
 
 
-def request(name: str = "r") -> GenerateRequest:
-    return GenerateRequest(name, tuple(range(20)), SamplingParams(0.0), StopConditions(max_tokens=8))
+def request(name: str = "r", num_choices: int = 1) -> GenerateRequest:
+    stop = StopConditions(max_tokens=8)
+    return GenerateRequest(name, tuple(range(20)), SamplingParams(0.0), stop, num_choices=num_choices)
 
 
-def delta(position: int, *tokens: int, attempt: str = "r#x.1", finish: FinishReason | None = None) -> TokenDelta:
-    return TokenDelta(attempt, position, tokens, finish)
+def delta(
+    position: int, *tokens: int, attempt: str = "r#x.1", finish: FinishReason | None = None, choice: int = 0
+) -> TokenDelta:
+    return TokenDelta(attempt, position, tokens, finish, choice=choice)
 
 
 def commands(effects: list[Effect]) -> list[object]:
@@ -87,6 +92,14 @@ def commands(effects: list[Effect]) -> list[object]:
 
 def delivered(effects: list[Effect]) -> list[tuple[int, tuple[int, ...]]]:
     return [(effect.delta.position, effect.delta.token_ids) for effect in effects if isinstance(effect, Deliver)]
+
+
+def by_choice(effects: list[Effect]) -> dict[int, list[int]]:
+    found: defaultdict[int, list[int]] = defaultdict(list)
+    for effect in effects:
+        if isinstance(effect, Deliver):
+            found[effect.delta.choice] += effect.delta.token_ids
+    return found
 
 
 def failure(effects: list[Effect]) -> Exception:
@@ -137,6 +150,57 @@ def test_a_first_token_that_ends_the_request_recalls_decode() -> None:
         (cluster.refs["d1"], CancelRequest("r#x.1"))
     ]
     cluster.assert_idle()
+
+
+def test_a_request_ends_with_the_last_of_its_choices() -> None:
+    """Choice 1 ends with its first token, which decode sees itself when the KV lands; nothing is recalled."""
+    cluster = Cluster("p1", "d1")
+    cluster.submit(num_choices=3)
+    cluster.reserved()
+    firsts = [delta(0, 50), delta(0, 60, choice=1, finish=FinishReason.STOP), delta(0, 70, choice=2)]
+    overtaking = cluster.say("d1", delta(1, 71, choice=2, finish=FinishReason.LENGTH))
+    assert delivered(overtaking) == []
+    effects = cluster.say("p1", *firsts)
+    assert by_choice(effects) == {0: [50], 1: [60], 2: [70, 71]}
+    assert commands(effects) == []
+    assert cluster.dispatcher.num_open == 1
+    assert by_choice(cluster.say("d1", delta(1, 61, choice=1), delta(1, 51))) == {0: [51]}
+    last = cluster.say("d1", delta(2, 52, finish=FinishReason.LENGTH))
+    assert by_choice(last) == {0: [52]}
+    assert commands(last) == []
+    cluster.assert_idle()
+
+
+def test_first_tokens_that_end_every_choice_recall_decode() -> None:
+    cluster = Cluster("p1", "d1")
+    cluster.submit(num_choices=2)
+    cluster.reserved()
+    assert commands(cluster.say("p1", delta(0, 50, choice=1, finish=FinishReason.STOP))) == []
+    assert commands(cluster.say("p1", delta(0, 50, finish=FinishReason.STOP))) == [CancelRequest("r#x.1")]
+    cluster.assert_idle()
+
+
+def test_a_choice_that_breaks_ends_the_others() -> None:
+    cluster = Cluster("d1")
+    cluster.submit(num_choices=2)
+    cluster.say("d1", delta(0, 50), delta(0, 60, choice=1))
+    broken = cluster.say("d1", delta(1, 61, choice=1, finish=FinishReason.ERROR))
+    assert by_choice(broken) == {1: [61]}
+    assert commands(broken) == [CancelRequest("r#x.1")]
+    cluster.assert_idle()
+
+
+def test_one_choice_that_is_out_forbids_a_second_attempt() -> None:
+    cluster = Cluster("d1", "d2")
+    planned = cluster.submit(num_choices=2)[0]
+    assert isinstance(planned, Planned)
+    decode = planned.choice.decode
+    cluster.say(decode.worker_id, delta(0, 50, choice=1))
+    assert isinstance(failure(cluster.dispatcher.worker_lost(decode, 0.0)), WorkerLost)
+    planned, _send = cluster.submit("other", num_choices=2)
+    assert isinstance(planned, Planned)  # and one of which nothing is out is planned again
+    cluster.join("d3")
+    assert any(isinstance(item, Planned) for item in cluster.dispatcher.worker_lost(planned.choice.decode, 0.0))
 
 
 @pytest.mark.parametrize(
@@ -372,24 +436,28 @@ def test_a_gone_incarnation_cannot_register_again_and_a_new_one_can() -> None:
 def test_in_any_order_of_answers_losses_and_cancels_nothing_stays_on_the_books(seed: int) -> None:
     rng = random.Random(seed)
     cluster = Cluster("p1", "p2", "d1", "d2")
-    seen: defaultdict[str, int] = defaultdict(int)
-    open_requests: set[str] = set()
+    seen: defaultdict[tuple[str, int], int] = defaultdict(int)
+    open_requests: dict[str, set[int]] = {}  # and the choices that have not ended
+    num_choices = {f"r{number}": number % 3 + 1 for number in range(6)}
     attempts = ["never planned"]
     lives = 1
 
     def take(effects: list[Effect]) -> None:
         for effect in effects:
             if isinstance(effect, Deliver):
-                assert effect.delta.position == seen[effect.request_id]
-                seen[effect.request_id] += len(effect.delta.token_ids)
+                output = effect.request_id, effect.delta.choice
+                assert effect.delta.position == seen[output]
+                seen[output] += len(effect.delta.token_ids)
                 if effect.delta.finish_reason is not None:
-                    open_requests.discard(effect.request_id)
+                    open_requests[effect.request_id].remove(effect.delta.choice)
+                if not open_requests[effect.request_id]:
+                    del open_requests[effect.request_id]
             elif isinstance(effect, Planned):
                 assert effect.attempt_id not in attempts
                 attempts.append(effect.attempt_id)
             elif isinstance(effect, Fail):
                 assert effect.request_id in open_requests
-                open_requests.discard(effect.request_id)
+                del open_requests[effect.request_id]
             elif isinstance(effect, Send):
                 assert cluster.view.get(effect.worker) is not None, "a command to a worker that is gone"
 
@@ -398,20 +466,23 @@ def test_in_any_order_of_answers_losses_and_cancels_nothing_stays_on_the_books(s
         attempt = rng.choice(attempts)
         match rng.randrange(7):
             case 0 if name not in open_requests:
-                open_requests.add(name)
-                seen[name] = 0
-                take(cluster.submit(name, rng.choice(list(Placement)), float(step)))
+                open_requests[name] = set(range(num_choices[name]))
+                for choice in open_requests[name]:
+                    seen[name, choice] = 0
+                take(cluster.submit(name, rng.choice(list(Placement)), float(step), num_choices[name]))
             case 1:
                 take(cluster.reserved(attempt, rng.choice(["d1", "d2"])))
             case 2 | 3:
                 finish = rng.choice([None, None, None, FinishReason.LENGTH])
-                position = seen[attempt.partition("#")[0]] + rng.randrange(3)
-                take(cluster.say(worker, delta(position, 5, attempt=attempt, finish=finish)))
+                name = attempt.partition("#")[0]
+                choice = rng.randrange(num_choices.get(name, 1))
+                position = seen[name, choice] + rng.randrange(3)
+                take(cluster.say(worker, delta(position, 5, attempt=attempt, finish=finish, choice=choice)))
             case 4:
                 reason = rng.choice(list(RefuseReason))
                 take(cluster.dispatcher.answered(cluster.refs[worker], Refused(attempt, reason), float(step)))
             case 5:
-                open_requests.discard(name)
+                open_requests.pop(name, None)
                 take(cluster.dispatcher.cancel(name))
             case 6 if rng.random() < 0.5:
                 lives += 1
@@ -419,7 +490,7 @@ def test_in_any_order_of_answers_losses_and_cancels_nothing_stays_on_the_books(s
                 take(cluster.join(worker, life=str(lives)))
         assert cluster.dispatcher.num_open == len(open_requests)
     take(cluster.dispatcher.tick(1e6))
-    assert open_requests == set()
+    assert open_requests == {}
     cluster.assert_idle()
 
 

@@ -55,7 +55,7 @@ from kv_transfer.session import HandoffSessions
 from prefill_worker.session import LookUpPrefix, PrefillConfig, PrefillSession
 from router.dispatcher import Deliver, Dispatcher, DispatcherConfig, Effect, Fail, Planned, Send
 from router.view import ClusterView
-from tests.engine.token_memory import TokenMemory, next_token
+from tests.engine.token_memory import TokenMemory, next_token, seed_of
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 24
@@ -101,16 +101,14 @@ NO_FAULTS = Faults(0, 0, 0, 0, 0, 0.05, 0, 0, 0, 0)
 class ChainMemory(TokenMemory):
     """A slot holds a digest of the salt and of all tokens up to its own, as real KV depends on all of them."""
 
-    def __init__(self, salt_of: Callable[[str], str]) -> None:
-        super().__init__(NUM_BLOCKS, BLOCK_SIZE)
+    def __init__(self, pool: BlockPool, salt_of: Callable[[str], str]) -> None:
+        super().__init__(pool, BLOCK_SIZE)
         self._salt_of = salt_of
 
-    def run(self, plan: StepPlan) -> list[tuple[Drawn, ...]]:
-        for item in plan.slices:
-            before = self._before(item)
-            for position, token in enumerate(item.token_ids, item.start):
-                before = self.slots[self._slot(item, position)] = chained(before, token)
-        return [self._draw(item) for item in plan.slices]
+    def _write(self, item: SequenceSlice) -> None:
+        before = self._before(item)
+        for position, token in enumerate(item.token_ids, item.start):
+            before = self.slots[self._slot(item, position)] = chained(before, token)
 
     def _before(self, item: SequenceSlice) -> int:
         if item.start == 0:
@@ -126,16 +124,17 @@ def chained(before: int, token: int) -> int:
     return (before * 1_000_003 + token * 7919 + 17) % (1 << 32)
 
 
-def undisturbed(request: GenerateRequest) -> list[int]:
-    """The output of a request that runs alone."""
+def undisturbed(request: GenerateRequest, choice: int = 0) -> list[int]:
+    """The output of a choice of a request that runs alone."""
     slots: list[int] = []
+    seed = seed_of(request.sampling.for_choice(choice))
     output: list[int] = []
     before = salted(request.cache_salt)
     for token in request.prompt_token_ids:
         before = chained(before, token)
         slots.append(before)
     while True:
-        output.append(next_token(slots))
+        output.append(next_token(slots, seed))
         known = request.num_prompt_tokens + len(output)
         if output[-1] in LIMITS.eos_token_ids or len(output) == request.stop.max_tokens or known == 64:
             return output
@@ -145,34 +144,43 @@ def undisturbed(request: GenerateRequest) -> list[int]:
 
 @dataclass(eq=False)
 class Client:
-    """One request as its client sees it."""
+    """One request as its client sees it; outputs by choice."""
 
     request: GenerateRequest
-    expected: list[int]
-    received: list[int] = field(default_factory=list)
-    finish: FinishReason | None = None
+    expected: list[list[int]]
+    received: list[list[int]] = field(init=False)
+    finishes: dict[int, FinishReason] = field(default_factory=dict)
     error: TandemError | None = None
     left: bool = False
     submitted_s: float = 0.0
     last_s: float = float("inf")
     longest_gap_s: float = 0.0
 
+    def __post_init__(self) -> None:
+        self.received = [[] for _ in self.expected]
+
+    @property
+    def finished(self) -> bool:
+        return len(self.finishes) == len(self.expected)
+
     @property
     def over(self) -> bool:
-        return self.left or self.finish is not None or self.error is not None
+        return self.left or self.finished or self.error is not None
 
     def deliver(self, delta: TokenDelta, now: float) -> None:
         self.longest_gap_s = max(self.longest_gap_s, now - self.last_s)
         self.last_s = now
-        at = len(self.received)
-        if self.over and not self.left:
+        received, expected = self.received[delta.choice], self.expected[delta.choice]
+        at = len(received)
+        if (self.over and not self.left) or delta.choice in self.finishes:
             raise WrongStream(f"{self.request.request_id}: more after the end: {delta}")
-        if delta.position != at or list(delta.token_ids) != self.expected[at : at + len(delta.token_ids)]:
-            raise WrongStream(f"{self.request.request_id}: got {delta}, expected {self.expected[at:]} from {at} on")
-        self.received += delta.token_ids
-        self.finish = delta.finish_reason
-        if self.finish is not None and len(self.received) != len(self.expected):
-            raise WrongStream(f"{self.request.request_id}: ended after {len(self.received)} of {len(self.expected)}")
+        if delta.position != at or list(delta.token_ids) != expected[at : at + len(delta.token_ids)]:
+            raise WrongStream(f"{self.request.request_id}: got {delta}, expected {expected[at:]} from {at} on")
+        received += delta.token_ids
+        if delta.finish_reason is not None:
+            self.finishes[delta.choice] = delta.finish_reason
+            if len(received) != len(expected):
+                raise WrongStream(f"{self.request.request_id}: ended after {len(received)} of {len(expected)}")
 
     def fail(self, error: TandemError) -> None:
         if self.over:
@@ -183,10 +191,11 @@ class Client:
 class World:
     """Two prefill workers, two decode workers, one router, and a list of what is to happen."""
 
-    def __init__(self, seed: int, faults: Faults, priorities: tuple[int, ...] = (0,)) -> None:
+    def __init__(self, seed: int, faults: Faults, priorities: tuple[int, ...] = (0,), choices: tuple[int, ...] = (1,)):
         self.rng = random.Random(seed)
         self.faults = faults
-        self.priorities = priorities  # given to requests in turn
+        self.priorities = priorities  # given to requests in turn, and so are numbers of choices
+        self.choices = choices
         self.now = 0.0
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
@@ -249,12 +258,14 @@ class World:
         request = GenerateRequest(
             request_id=self.rng.choice(reusable) if reused else f"r{number}",
             prompt_token_ids=prompt,
-            sampling=SamplingParams(0.0),
+            sampling=SamplingParams(seed=number) if number % 2 else SamplingParams(0.0),
             stop=StopConditions(max_tokens=self.rng.randrange(1, 64 - len(prompt) + 1)),
+            num_choices=self.choices[number % len(self.choices)],
             cache_salt=self.rng.choice(["", "", "other"]),
             priority=self.priorities[number % len(self.priorities)],
         )
-        client = Client(request, undisturbed(request), submitted_s=self.now)
+        expected = [undisturbed(request, choice) for choice in range(request.num_choices)]
+        client = Client(request, expected, submitted_s=self.now)
         self.clients.append(client)
         if self.router is None:
             client.fail(Rejected(RejectReason.NO_WORKER, "the router is away"))
@@ -328,7 +339,7 @@ class World:
     def check_over(self) -> None:
         for client in self.clients:
             if not client.over:
-                raise WrongStream(f"{client.request.request_id} never ended, {len(client.received)} tokens out")
+                raise WrongStream(f"{client.request.request_id} never ended, {client.received} are out")
         assert self.router is not None
         books = [
             (worker.open_requests, worker.open_tokens, worker.prefills.num_tokens)
@@ -473,7 +484,7 @@ class Host:
         self.frozen = False
         self._on_thaw: list[Callable[[], None]] = []
         self.pool = BlockPool(NUM_BLOCKS)
-        self.memory = ChainMemory(world.salts.__getitem__)
+        self.memory = ChainMemory(self.pool, world.salts.__getitem__)
         budget = world.rng.choice([8, 16, 64])
         self.scheduler = Scheduler(SchedulerConfig(budget, 16), self.pool, LIMITS, b"id", _no_watch)
         policy = world.rng.choice(list(LoadFailurePolicy))
@@ -633,7 +644,7 @@ class Host:
             self.perform(self.session.serve_waiting(self.world.now))
         self.streams.step(deltas, self.scheduler.load())
         for item in progress:
-            if item.handed_over:
+            if item.ended:
                 self.streams.disown(item.request_id)
         self.publish()
 

@@ -191,7 +191,7 @@ class World:
         table += fresh
         last = len(table) == num_wanted
         ready = source.sessions.source.blocks_ready(
-            ticket.handoff_id, table, len(table), self.now, last=last, first_token=7 if last else None
+            ticket.handoff_id, table, len(table), self.now, last=last, first_tokens=(7,) if last else ()
         )
         self.perform(source, ready)
         if last:

@@ -25,10 +25,11 @@ from tests.simulation.cluster_world import NO_FAULTS, Client, Faults, World
 NUM_SEEDS = 120
 NUM_REQUESTS = 25
 PRIORITIES = (0, 0, 1, -1, 5)
+CHOICES = (1, 3, 1, 1, 2, 1, 1, 5)
 
 
 def run_world(seed: int, faults: Faults | None = None) -> World:
-    world = World(seed, faults or Faults(), PRIORITIES)
+    world = World(seed, faults or Faults(), PRIORITIES, CHOICES)
     try:
         world.run(NUM_REQUESTS)
     except BaseException as error:
@@ -43,12 +44,15 @@ def test_every_stream_is_its_undisturbed_run_or_ends_in_an_error() -> None:
     for seed in [int(chosen)] if chosen else range(NUM_SEEDS):
         world = run_world(seed)
         for client in world.clients:
-            seen["finished"] += client.finish is not None
+            seen["finished"] += client.finished
+            seen["finished choices"] += client.finished and len(client.expected) > 1
             seen["left"] += client.left
             seen[type(client.error).__name__] += 1
         seen["preempted"] += sum(host.scheduler.num_preemptions for host in world.hosts.values())
+        seen["copied"] += sum(host.memory.copied_blocks for host in world.hosts.values())
     # Every way out is walked, else this proves little.
-    assert chosen or all(seen[way] for way in ("finished", "left", "WorkerLost", "TransferFailed", "preempted")), seen
+    ways = ("finished", "finished choices", "left", "WorkerLost", "TransferFailed", "preempted", "copied")
+    assert chosen or all(seen[way] for way in ways), seen
 
 
 def test_without_faults_every_request_finishes_and_all_of_the_machinery_is_used(
@@ -67,7 +71,7 @@ def test_without_faults_every_request_finishes_and_all_of_the_machinery_is_used(
     monkeypatch.setattr(Client, "deliver", count)
     for seed in range(10):
         world = run_world(seed, NO_FAULTS)
-        assert all(client.finish is not None for client in world.clients)
+        assert all(client.finished for client in world.clients)
         used["preempted"] += sum(host.scheduler.num_preemptions for host in world.hosts.values())
     assert all(used[name] for name in ("cached", "fetched", "moved", "preempted")), used
 
@@ -140,8 +144,8 @@ def free_under_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def cancel_and_free(self: Scheduler, request_id: str) -> bool:
         found = cancel(self, request_id)
-        if found and request_id in self._sequences:
-            self.pool.release(self._sequences[request_id].drop_blocks())
+        for sequence in self._sequences.get(request_id, ()):
+            self.pool.release(sequence.drop_blocks())
         return found
 
     monkeypatch.setattr(Scheduler, "cancel", cancel_and_free)

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17tandem/v1/handoff.proto\x12\ttandem.v1\"\xc0\x02\n\rHandoffNotice\x12\x12\n\nhandoff_id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12)\n\x06pushed\x18\x03 \x01(\x0b\x32\x17.tandem.v1.BlocksPushedH\x00\x12#\n\x06landed\x18\x04 \x01(\x0b\x32\x11.tandem.v1.LandedH\x00\x12&\n\x04stop\x18\x05 \x01(\x0b\x32\x16.tandem.v1.StopPushingH\x00\x12!\n\x05quiet\x18\x06 \x01(\x0b\x32\x10.tandem.v1.QuietH\x00\x12!\n\x05renew\x18\x07 \x01(\x0b\x32\x10.tandem.v1.RenewH\x00\x12,\n\x0bpush_prefix\x18\x08 \x01(\x0b\x32\x15.tandem.v1.PushPrefixH\x00\x12\x11\n\tchecksums\x18\t \x03(\x06\x42\x08\n\x06notice\"\x87\x01\n\x0c\x42locksPushed\x12\x10\n\x08sequence\x18\x01 \x01(\r\x12\x13\n\x0b\x66irst_block\x18\x02 \x01(\r\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\x12\x12\n\nnum_pushes\x18\x04 \x01(\r\x12\x18\n\x0b\x66irst_token\x18\x05 \x01(\rH\x00\x88\x01\x01\x42\x0e\n\x0c_first_token\"\x08\n\x06Landed\"\r\n\x0bStopPushing\"\x17\n\x05Quiet\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\x07\n\x05Renew\"5\n\nPushPrefix\x12\x14\n\x0c\x62lock_hashes\x18\x01 \x03(\x0c\x12\x11\n\tblock_ids\x18\x02 \x03(\rb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17tandem/v1/handoff.proto\x12\ttandem.v1\"\xc0\x02\n\rHandoffNotice\x12\x12\n\nhandoff_id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12)\n\x06pushed\x18\x03 \x01(\x0b\x32\x17.tandem.v1.BlocksPushedH\x00\x12#\n\x06landed\x18\x04 \x01(\x0b\x32\x11.tandem.v1.LandedH\x00\x12&\n\x04stop\x18\x05 \x01(\x0b\x32\x16.tandem.v1.StopPushingH\x00\x12!\n\x05quiet\x18\x06 \x01(\x0b\x32\x10.tandem.v1.QuietH\x00\x12!\n\x05renew\x18\x07 \x01(\x0b\x32\x10.tandem.v1.RenewH\x00\x12,\n\x0bpush_prefix\x18\x08 \x01(\x0b\x32\x15.tandem.v1.PushPrefixH\x00\x12\x11\n\tchecksums\x18\t \x03(\x06\x42\x08\n\x06notice\"y\n\x0c\x42locksPushed\x12\x10\n\x08sequence\x18\x01 \x01(\r\x12\x13\n\x0b\x66irst_block\x18\x02 \x01(\r\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\x12\x12\n\nnum_pushes\x18\x04 \x01(\r\x12\x14\n\x0c\x66irst_tokens\x18\x06 \x03(\rJ\x04\x08\x05\x10\x06\"\x08\n\x06Landed\"\r\n\x0bStopPushing\"\x17\n\x05Quiet\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\x07\n\x05Renew\"5\n\nPushPrefix\x12\x14\n\x0c\x62lock_hashes\x18\x01 \x03(\x0c\x12\x11\n\tblock_ids\x18\x02 \x03(\rb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,16 +33,16 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_HANDOFFNOTICE']._serialized_start=39
   _globals['_HANDOFFNOTICE']._serialized_end=359
-  _globals['_BLOCKSPUSHED']._serialized_start=362
-  _globals['_BLOCKSPUSHED']._serialized_end=497
-  _globals['_LANDED']._serialized_start=499
-  _globals['_LANDED']._serialized_end=507
-  _globals['_STOPPUSHING']._serialized_start=509
-  _globals['_STOPPUSHING']._serialized_end=522
-  _globals['_QUIET']._serialized_start=524
-  _globals['_QUIET']._serialized_end=547
-  _globals['_RENEW']._serialized_start=549
-  _globals['_RENEW']._serialized_end=556
-  _globals['_PUSHPREFIX']._serialized_start=558
-  _globals['_PUSHPREFIX']._serialized_end=611
+  _globals['_BLOCKSPUSHED']._serialized_start=361
+  _globals['_BLOCKSPUSHED']._serialized_end=482
+  _globals['_LANDED']._serialized_start=484
+  _globals['_LANDED']._serialized_end=492
+  _globals['_STOPPUSHING']._serialized_start=494
+  _globals['_STOPPUSHING']._serialized_end=507
+  _globals['_QUIET']._serialized_start=509
+  _globals['_QUIET']._serialized_end=532
+  _globals['_RENEW']._serialized_start=534
+  _globals['_RENEW']._serialized_end=541
+  _globals['_PUSHPREFIX']._serialized_start=543
+  _globals['_PUSHPREFIX']._serialized_end=596
 # @@protoc_insertion_point(module_scope)

@@ -29,18 +29,18 @@ class HandoffNotice(_message.Message):
     def __init__(self, handoff_id: _Optional[str] = ..., generation: _Optional[int] = ..., pushed: _Optional[_Union[BlocksPushed, _Mapping]] = ..., landed: _Optional[_Union[Landed, _Mapping]] = ..., stop: _Optional[_Union[StopPushing, _Mapping]] = ..., quiet: _Optional[_Union[Quiet, _Mapping]] = ..., renew: _Optional[_Union[Renew, _Mapping]] = ..., push_prefix: _Optional[_Union[PushPrefix, _Mapping]] = ..., checksums: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class BlocksPushed(_message.Message):
-    __slots__ = ("sequence", "first_block", "num_blocks", "num_pushes", "first_token")
+    __slots__ = ("sequence", "first_block", "num_blocks", "num_pushes", "first_tokens")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_PUSHES_FIELD_NUMBER: _ClassVar[int]
-    FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKENS_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     first_block: int
     num_blocks: int
     num_pushes: int
-    first_token: int
-    def __init__(self, sequence: _Optional[int] = ..., first_block: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_pushes: _Optional[int] = ..., first_token: _Optional[int] = ...) -> None: ...
+    first_tokens: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, sequence: _Optional[int] = ..., first_block: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_pushes: _Optional[int] = ..., first_tokens: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Landed(_message.Message):
     __slots__ = ()
