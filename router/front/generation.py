@@ -39,8 +39,9 @@ class Dispatcher(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """What is new since the last one. Text may lag behind tokens while a character or a stop string is incomplete;
-    `usage` counts everything so far. Exactly the last one has a finish reason, STOP or LENGTH."""
+    """What is new of one choice since its last one. Text may lag behind tokens while a character or a stop string is
+    incomplete; `usage` counts everything so far, of all choices. Exactly the last one of each choice has a finish
+    reason, STOP or LENGTH; `last` is the last one of all."""
 
     token_ids: tuple[int, ...]
     text: str
@@ -48,6 +49,8 @@ class TextDelta:
     finish_reason: FinishReason | None = None
     matched_stop: str | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()  # one per token, where the request asks for them
+    choice: int = 0
+    last: bool = False
 
 
 class Front:
@@ -99,22 +102,57 @@ class Front:
         try:
             meter.accepted(request)
             async with aclosing(self._dispatcher.generate(request, placement)) as token_deltas:
-                output = _Output(request, self._tokenizer.decoder())
+                outputs = _Outputs(request, self._tokenizer)
                 async for token_delta in token_deltas:
-                    delta = output.push(token_delta)
-                    meter.tokens(len(delta.token_ids))
-                    if delta.finish_reason is not None:
+                    delta = outputs.push(token_delta)
+                    if delta is None:
+                        continue
+                    meter.tokens(len(delta.token_ids), delta.choice)
+                    if delta.last and delta.finish_reason is not None:
                         meter.finished(delta.finish_reason, delta.usage)
                     yield delta
-                    if delta.finish_reason is not None:
+                    if delta.last:
                         return
             raise InvariantBroken(f"request {request.request_id}: the dispatcher's stream ended without a finish")
         finally:
             self._open.discard(request.request_id)
 
 
+class _Outputs:
+    """Turns one request's tokens into text, choice by choice, and adds up usage."""
+
+    def __init__(self, request: GenerateRequest, tokenizer: Tokenizer) -> None:
+        self._open = {choice: _Output(request, tokenizer.decoder()) for choice in range(request.num_choices)}
+        self._usage = UsageSum(request.num_prompt_tokens)
+
+    def push(self, delta: TokenDelta) -> TextDelta | None:
+        """The text that became certain with `delta`; None when its choice has ended.
+
+        Raises: GenerationFailed: a worker ended it with ERROR or ABORT.
+        """
+        if delta.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
+            raise GenerationFailed(delta.finish_reason, delta.message)
+        output = self._open.get(delta.choice)
+        if output is None:
+            return None
+        self._usage.add(len(delta.token_ids), delta.usage)
+        text, finish_reason, matched = output.push(delta)
+        if finish_reason is not None:
+            del self._open[delta.choice]
+        return TextDelta(
+            delta.token_ids,
+            text,
+            self._usage.total(),
+            finish_reason,
+            matched,
+            delta.logprobs,
+            delta.choice,
+            last=not self._open,
+        )
+
+
 class _Output:
-    """Turns one request's tokens into text: detokenises, watches for stop strings, adds up usage.
+    """Turns one choice's tokens into text: detokenises, watches for stop strings.
 
     Workers search the same text with the same class, so both sides end at the same token.
     """
@@ -123,13 +161,9 @@ class _Output:
         self._request = request
         self._decoder = decoder
         self._stops = StopStrings(request.stop.stop_strings)
-        self._usage = UsageSum(request.num_prompt_tokens)
 
-    def push(self, delta: TokenDelta) -> TextDelta:
-        """The text that became certain with `delta`."""
-        if delta.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
-            raise GenerationFailed(delta.finish_reason, delta.message)
-        self._usage.add(len(delta.token_ids), delta.usage)
+    def push(self, delta: TokenDelta) -> tuple[str, FinishReason | None, str | None]:
+        """The text that became certain with `delta`, why the choice ends with it, and the stop string that ends it."""
         text, matched = self._search(delta)
         finish_reason = delta.finish_reason
         if matched is not None:
@@ -137,7 +171,7 @@ class _Output:
         elif finish_reason is not None:
             tail, matched = self._flush(delta.matched_stop)
             text += tail
-        return TextDelta(delta.token_ids, text, self._usage.total(), finish_reason, matched, delta.logprobs)
+        return text, finish_reason, matched
 
     def _search(self, delta: TokenDelta) -> tuple[str, str | None]:
         """New text and the stop string it completes; text of the tokens before `min_tokens` is not searched."""

@@ -185,6 +185,7 @@ def _draft(request: inference_pb2.GenerateRequest, request_id: str, served_name:
         ignore_eos=stopping.ignore_eos,
         cache_salt=request.cache_salt,
         priority=request.priority,
+        num_choices=request.n or 1,
     )
     return placement, draft
 
@@ -212,11 +213,12 @@ def _response(request_id: str, delta: TextDelta) -> inference_pb2.GenerateRespon
         token_ids=delta.token_ids,
         text=delta.text,
         logprobs=[encode_logprobs(item) for item in delta.logprobs],
+        finish_reason=delta.finish_reason or "",
+        matched_stop=delta.matched_stop or "",
+        choice=delta.choice,
     )
-    if delta.finish_reason is not None:
+    if delta.last:
         usage = delta.usage
-        response.finish_reason = delta.finish_reason
-        response.matched_stop = delta.matched_stop or ""
         response.usage.CopyFrom(
             inference_pb2.Usage(
                 prompt_tokens=usage.prompt_tokens,

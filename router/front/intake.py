@@ -100,6 +100,7 @@ class Draft:
     cache_salt: str = ""
     tenant: str = ""
     priority: int = 0
+    num_choices: int = 1
 
 
 class Intake:
@@ -132,6 +133,7 @@ class Intake:
             cache_salt=draft.cache_salt,
             tenant=draft.tenant,
             priority=draft.priority,
+            num_choices=draft.num_choices,
         )
 
     def _check_names(self, draft: Draft) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from enum import StrEnum
+from statistics import fmean
 from types import TracebackType
 from typing import Final, Self
 
@@ -37,7 +38,8 @@ class Meter:
         self._endpoint = endpoint
         self._clock = clock
         self._request_id = request_id
-        self._timeline = Timeline(arrived_s=clock())
+        self._arrived_s = clock()
+        self._outputs: dict[int, Timeline] = {}  # by choice
         self._request: GenerateRequest | None = None
         self._finish_reason: FinishReason | None = None
         self._usage: Usage | None = None
@@ -54,17 +56,18 @@ class Meter:
         self._metrics.prompt_tokens.inc(request.num_prompt_tokens)
         self._metrics.vllm.prompt_tokens.observe(request.num_prompt_tokens)
 
-    def tokens(self, count: int) -> None:
-        """`count` tokens go out now."""
+    def tokens(self, count: int, choice: int = 0) -> None:
+        """`count` tokens of a choice go out now."""
         if count == 0:
             return
-        now_s, previous_s = self._clock(), self._timeline.last_token_s
-        self._timeline.tokens(count, now_s)
+        now_s = self._clock()
+        if not self._outputs:
+            self._first_token(now_s - self._arrived_s)
+        output = self._outputs.setdefault(choice, Timeline(self._arrived_s))
+        if output.last_token_s is not None:
+            self._metrics.vllm.inter_token_s.observe((now_s - output.last_token_s) / count)
+        output.tokens(count, now_s)
         self._metrics.output_tokens.inc(count)
-        if previous_s is None:
-            self._first_token(now_s - self._timeline.arrived_s)
-        else:
-            self._metrics.vllm.inter_token_s.observe((now_s - previous_s) / count)
 
     def finished(self, reason: FinishReason, usage: Usage) -> None:
         """The generation came to its own end."""
@@ -83,19 +86,27 @@ class Meter:
     ) -> None:
         error = raised or self._failure
         outcome = self._outcome(error)
-        timeline, vllm = self._timeline, self._metrics.vllm
+        vllm = self._metrics.vllm
         self._metrics.open_requests.dec()
-        (vllm.waiting if timeline.first_token_s is None else vllm.running).dec()
+        (vllm.running if self._outputs else vllm.waiting).dec()
         self._metrics.requests.labels(self._endpoint, outcome).inc()
         if isinstance(error, Rejected):
             self._metrics.rejected.labels(error.reason).inc()
-        if timeline.tpot_s is not None:
-            self._metrics.tpot_s.observe(timeline.tpot_s)
+        for tpot_s in self._tpots_s:
+            self._metrics.tpot_s.observe(tpot_s)
         if outcome is Outcome.OK and self._finish_reason is not None:
             vllm.finished(self._finish_reason)
-            vllm.output_tokens.observe(timeline.output_tokens)
-            vllm.end_to_end_s.observe(self._clock() - timeline.arrived_s)
+            vllm.output_tokens.observe(self._num_output_tokens)
+            vllm.end_to_end_s.observe(self._clock() - self._arrived_s)
         self._log(outcome, error)
+
+    @property
+    def _tpots_s(self) -> list[float]:
+        return [output.tpot_s for output in self._outputs.values() if output.tpot_s is not None]
+
+    @property
+    def _num_output_tokens(self) -> int:
+        return sum(output.output_tokens for output in self._outputs.values())
 
     def _first_token(self, ttft_s: float) -> None:
         self._metrics.ttft_s.observe(ttft_s)
@@ -120,7 +131,8 @@ class Meter:
                 return Outcome.FAILED
 
     def _log(self, outcome: Outcome, error: BaseException | None) -> None:
-        request, usage = self._request, self._usage
+        request, usage, tpots_s = self._request, self._usage, self._tpots_s
+        ttfts_s = [output.ttft_s for output in self._outputs.values() if output.ttft_s is not None]
         log_state(
             logger,
             request_id=self._request_id,
@@ -129,10 +141,11 @@ class Meter:
             outcome=outcome,
             finish_reason=self._finish_reason,
             prompt_tokens=request.num_prompt_tokens if request else None,
-            output_tokens=self._timeline.output_tokens,
+            choices=request.num_choices if request and request.num_choices > 1 else None,
+            output_tokens=self._num_output_tokens,
             cached_tokens=usage.cached_tokens if usage else None,
             seed=request.sampling.seed if request and request.sampling.temperature > 0 else None,
-            ttft_s=self._timeline.ttft_s,
-            tpot_s=self._timeline.tpot_s,
+            ttft_s=min(ttfts_s, default=None),
+            tpot_s=fmean(tpots_s) if tpots_s else None,
             error=None if error is None else str(error) or type(error).__name__,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol
 
 from core.request import FinishReason, TokenLogprobs
@@ -12,6 +12,7 @@ from router.front.intake import ServedModel
 from router.front.openai_schema import Body
 from router.front.spelling import SpelledPosition, SpelledToken, Speller
 from router.front.usage import Usage
+from router.front.whole import WholeOutput
 
 DONE_FRAME: Final = b"data: [DONE]\n\n"
 Logprobs = dict[str, list[Any] | None]  # a choice's `logprobs`
@@ -30,15 +31,17 @@ class Shape(Protocol):
     whole_object: str
 
     def opening(self) -> dict[str, Any] | None:
-        """The choice that opens a stream, if this endpoint has one."""
+        """What opens each choice of a stream beside its index, if this endpoint has such a thing."""
         ...
 
-    def piece(self, text: str, finish_reason: FinishReason | None, logprobs: Logprobs | None) -> dict[str, Any]:
+    def piece(
+        self, index: int, text: str, finish_reason: FinishReason | None, logprobs: Logprobs | None
+    ) -> dict[str, Any]:
         """The choice of one chunk."""
         ...
 
-    def whole(self, text: str, finish_reason: FinishReason, logprobs: Logprobs | None) -> dict[str, Any]:
-        """The choice of an answer in one piece."""
+    def whole(self, index: int, text: str, finish_reason: FinishReason, logprobs: Logprobs | None) -> dict[str, Any]:
+        """A choice of an answer in one piece."""
         ...
 
     def logprobs(self, positions: Sequence[SpelledPosition]) -> Logprobs:
@@ -54,20 +57,21 @@ class ChatShape:
     whole_object = "chat.completion"
 
     def opening(self) -> dict[str, Any] | None:
-        delta = {"role": "assistant", "content": ""}
-        return {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}
+        return {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
 
-    def piece(self, text: str, finish_reason: FinishReason | None, logprobs: Logprobs | None) -> dict[str, Any]:
+    def piece(
+        self, index: int, text: str, finish_reason: FinishReason | None, logprobs: Logprobs | None
+    ) -> dict[str, Any]:
         return {
-            "index": 0,
+            "index": index,
             "delta": {"content": text} if text else {},
             "logprobs": logprobs,
             "finish_reason": finish_reason,
         }
 
-    def whole(self, text: str, finish_reason: FinishReason, logprobs: Logprobs | None) -> dict[str, Any]:
+    def whole(self, index: int, text: str, finish_reason: FinishReason, logprobs: Logprobs | None) -> dict[str, Any]:
         message = {"role": "assistant", "content": text, "refusal": None}
-        return {"index": 0, "message": message, "logprobs": logprobs, "finish_reason": finish_reason}
+        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": finish_reason}
 
     def logprobs(self, positions: Sequence[SpelledPosition]) -> Logprobs:
         content = [
@@ -87,11 +91,13 @@ class CompletionShape:
     def opening(self) -> dict[str, Any] | None:
         return None
 
-    def piece(self, text: str, finish_reason: FinishReason | None, logprobs: Logprobs | None) -> dict[str, Any]:
-        return {"text": text, "index": 0, "logprobs": logprobs, "finish_reason": finish_reason}
+    def piece(
+        self, index: int, text: str, finish_reason: FinishReason | None, logprobs: Logprobs | None
+    ) -> dict[str, Any]:
+        return {"text": text, "index": index, "logprobs": logprobs, "finish_reason": finish_reason}
 
-    def whole(self, text: str, finish_reason: FinishReason, logprobs: Logprobs | None) -> dict[str, Any]:
-        return self.piece(text, finish_reason, logprobs)
+    def whole(self, index: int, text: str, finish_reason: FinishReason, logprobs: Logprobs | None) -> dict[str, Any]:
+        return self.piece(index, text, finish_reason, logprobs)
 
     def logprobs(self, positions: Sequence[SpelledPosition]) -> Logprobs:
         return {
@@ -106,11 +112,17 @@ class Answer:
     """One request's answer: the same head on every object of it."""
 
     def __init__(
-        self, shape: Shape, model: ServedModel, body: Body, speller: Speller, request_id: str, created_s: int
+        self,
+        shape: Shape,
+        model: ServedModel,
+        body: Body,
+        new_speller: Callable[[], Speller],
+        request_id: str,
+        created_s: int,
     ) -> None:
         self._shape = shape
         self._body = body
-        self._speller = speller
+        self._spellers = [new_speller() for _ in range(body.num_returned)]
         self._head = {
             "id": shape.id_prefix + request_id,
             "created": created_s,
@@ -120,16 +132,19 @@ class Answer:
 
     def opening_frames(self, usage: Usage) -> bytes:
         """What a stream starts with, before any text."""
-        choice = self._shape.opening()
-        return b"" if choice is None else self._chunk(choice, usage)
+        opening = self._shape.opening()
+        if opening is None:
+            return b""
+        return b"".join(self._chunk({"index": index, **opening}, usage) for index in range(self._body.num_returned))
 
     def delta_frames(self, delta: TextDelta) -> bytes:
         """The chunks for one delta: text, then the finish by itself, as OpenAI sends them."""
-        piece = self._shape.piece(delta.text, None, self._logprobs(delta.token_ids, delta.logprobs))
+        index = delta.choice
+        piece = self._shape.piece(index, delta.text, None, self._logprobs(index, delta.token_ids, delta.logprobs))
         has_news = delta.text or delta.logprobs or self._body.return_token_ids
         frames = self._chunk(self._with_token_ids(piece, delta.token_ids), delta.usage) if has_news else b""
         if delta.finish_reason is not None:
-            frames += self._chunk(self._shape.piece("", delta.finish_reason, None), delta.usage)
+            frames += self._chunk(self._shape.piece(index, "", delta.finish_reason, None), delta.usage)
         return frames
 
     def usage_frames(self, usage: Usage) -> bytes:
@@ -138,18 +153,21 @@ class Answer:
             return b""
         return frame({**self._chunk_head(), "choices": [], "usage": usage_object(usage)})
 
-    def whole(
-        self, text: str, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], last: TextDelta
-    ) -> dict[str, Any]:
-        """The answer in one piece."""
-        assert last.finish_reason is not None, "only the last delta closes an answer"
-        choice = self._shape.whole(text, last.finish_reason, self._logprobs(token_ids, logprobs))
+    def whole(self, outputs: Sequence[WholeOutput], usage: Usage) -> dict[str, Any]:
+        """The answer in one piece, a choice for each output."""
         return {
             "object": self._shape.whole_object,
             **self._head,
-            "choices": [self._with_token_ids(choice, token_ids)],
-            "usage": usage_object(last.usage),
+            "choices": [self._whole_choice(index, output) for index, output in enumerate(outputs)],
+            "usage": usage_object(usage),
         }
+
+    def _whole_choice(self, index: int, output: WholeOutput) -> dict[str, Any]:
+        assert output.finish_reason is not None, "an answer is closed when every choice has ended"
+        scored = output.logprobs if self._body.top_logprobs_asked() is not None else ()
+        logprobs = self._logprobs(index, output.token_ids, scored)
+        choice = self._shape.whole(index, output.text, output.finish_reason, logprobs)
+        return self._with_token_ids(choice, output.token_ids)
 
     def _chunk(self, choice: dict[str, Any], usage: Usage) -> bytes:
         chunk = {**self._chunk_head(), "choices": [choice]}
@@ -161,8 +179,8 @@ class Answer:
         """vLLM's extension of a choice, when the caller asked for it."""
         return {**choice, "token_ids": list(token_ids)} if self._body.return_token_ids else choice
 
-    def _logprobs(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> Logprobs | None:
-        return self._shape.logprobs(self._speller.push(token_ids, logprobs)) if logprobs else None
+    def _logprobs(self, index: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> Logprobs | None:
+        return self._shape.logprobs(self._spellers[index].push(token_ids, logprobs)) if logprobs else None
 
     def _chunk_head(self) -> dict[str, Any]:
         return {"object": self._shape.chunk_object, **self._head}

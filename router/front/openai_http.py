@@ -18,7 +18,7 @@ from aiohttp.typedefs import Handler, Middleware
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from core.errors import BadRequest, TandemError
-from core.request import GenerateRequest, TokenLogprobs
+from core.request import GenerateRequest
 from router.front.errors import EdgeError, edge_error, renamed
 from router.front.generation import Front, TextDelta
 from router.front.intake import MODEL_NOT_FOUND
@@ -26,6 +26,7 @@ from router.front.meter import Endpoint, Meter
 from router.front.openai_format import DONE_FRAME, Answer, ChatShape, CompletionShape, Shape, frame, model_object
 from router.front.openai_schema import BODY, Body, ChatBody, CompletionBody, parse_body
 from router.front.readiness import Readiness
+from router.front.whole import WholeOutput, best_of
 
 logger = logging.getLogger(__name__)
 
@@ -105,22 +106,18 @@ class OpenAiEndpoints:
     ) -> web.StreamResponse:
         request = await self._front.prepare(body.draft(request_id))
         created_s = int(self._front.wall_clock())
-        answer = Answer(shape, self._front.model, body, self._front.speller(), request_id, created_s)
+        answer = Answer(shape, self._front.model, body, self._front.speller, request_id, created_s)
         if body.streamed:
             return await self._stream(http, body, request, answer, meter)
         return await self._whole(body, request, answer, meter)
 
     async def _whole(self, body: Body, request: GenerateRequest, answer: Answer, meter: Meter) -> web.Response:
-        pieces: list[str] = []
-        token_ids: list[int] = []
-        logprobs: list[TokenLogprobs] = []
+        outputs = [WholeOutput() for _ in range(request.num_choices)]
         async with aclosing(self._front.generate(request, body.placement, meter)) as deltas:
             async for delta in deltas:
-                pieces.append(delta.text)
-                token_ids += delta.token_ids
-                logprobs += delta.logprobs
-                if delta.finish_reason is not None:
-                    return web.json_response(answer.whole("".join(pieces), token_ids, logprobs, delta))
+                outputs[delta.choice].add(delta)
+                if delta.last:
+                    return web.json_response(answer.whole(best_of(outputs, body.num_returned), delta.usage))
         raise AssertionError("Front.generate ends with a finish reason or an error")
 
     async def _stream(

@@ -10,7 +10,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Dis
 from pydantic_core import PydanticCustomError
 
 from core.errors import BadRequest
-from core.request import Placement
+from core.request import MAX_CHOICES, Placement
 from router.front.intake import ChatMessage, Draft, Prompt
 
 BODY: Final = "body"
@@ -72,7 +72,7 @@ Text = Annotated[str, AfterValidator(_valid_unicode)]
 Absent = Annotated[Any, _only(None)]
 AbsentOrFalse = Annotated[Any, _only(None, False)]
 AbsentOrEmptyList = Annotated[Any, _only(None, [])]
-AbsentOrOne = Annotated[Any, _only(None, 1)]
+NumChoices = Annotated[int, Field(ge=1, le=MAX_CHOICES)]
 
 
 class _Strict(BaseModel):
@@ -151,7 +151,7 @@ class Body(_Strict):
     user: Text | None = None
     metadata: dict[str, Text] | None = None
     store: AbsentOrFalse = None
-    n: AbsentOrOne = None
+    n: NumChoices | None = None
     return_token_ids: bool | None = None
     tandem: TandemOptions | None = None
 
@@ -167,6 +167,16 @@ class Body(_Strict):
     @property
     def usage_in_each_chunk(self) -> bool:
         return self.usage_chunk and bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+    @property
+    def num_returned(self) -> int:
+        """Choices that the answer has."""
+        return self.n or 1
+
+    @property
+    def num_generated(self) -> int:
+        """Choices that are generated, of which the best are returned."""
+        return self.num_returned
 
     @property
     def placement(self) -> Placement:
@@ -188,6 +198,11 @@ class Body(_Strict):
         """How this caller spelled the intake's fields, where it differs."""
         return {}
 
+    def _top_logprobs(self) -> int | None:
+        """As asked, or what ranking needs."""
+        asked = self.top_logprobs_asked()
+        return 0 if asked is None and self.num_generated > self.num_returned else asked
+
     def draft(self, request_id: str) -> Draft:
         """The request as the intake takes it."""
         return Draft(
@@ -203,7 +218,7 @@ class Body(_Strict):
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,
             logit_bias=self.logit_bias,
-            top_logprobs=self.top_logprobs_asked(),
+            top_logprobs=self._top_logprobs(),
             max_tokens=self.max_tokens_asked(),
             min_tokens=self.min_tokens or 0,
             stop_strings=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
@@ -211,6 +226,7 @@ class Body(_Strict):
             ignore_eos=bool(self.ignore_eos),
             cache_salt=self.cache_salt or "",
             priority=self.priority or 0,
+            num_choices=self.num_generated,
         )
 
     def require_consistent(self) -> None:
@@ -261,7 +277,7 @@ class CompletionBody(Body):
         Discriminator(_text_or_list),
         BeforeValidator(_one_prompt),
     ]
-    best_of: AbsentOrOne = None
+    best_of: NumChoices | None = None
     echo: AbsentOrFalse = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_COMPLETION_LOGPROBS)] | None = None
     suffix: Annotated[Any, _only(None, "")] = None
@@ -269,8 +285,19 @@ class CompletionBody(Body):
     def prompt_value(self) -> Prompt:
         return self.prompt if isinstance(self.prompt, str) else tuple(self.prompt)
 
+    @property
+    def num_generated(self) -> int:
+        return self.best_of or self.num_returned
+
     def top_logprobs_asked(self) -> int | None:
         return self.logprobs
+
+    def require_consistent(self) -> None:
+        super().require_consistent()
+        if self.num_generated < self.num_returned:
+            raise BadRequest("best_of", f"must be at least n = {self.num_returned}, got {self.num_generated}")
+        if self.streamed and self.num_generated > self.num_returned:
+            raise BadRequest("best_of", "above n is allowed only without stream: which are best is known at the end")
 
 
 BodyType = TypeVar("BodyType", bound=Body)

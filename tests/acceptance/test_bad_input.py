@@ -39,7 +39,9 @@ HTTP_CASES = {
     "invalid UTF-8": (b'{"model": "\xff"}', "body"),
     "not JSON": (b'{"model": ', "body"),
     "not an object": (b"[]", "body"),
-    "not there yet": (body(n=2), "n"),
+    "too many choices": (body(n=17), "n"),
+    "fewer generated than asked for": (body(n=3, best_of=2), "best_of"),
+    "not there yet": (body(suffix="end"), "suffix"),
 }
 
 

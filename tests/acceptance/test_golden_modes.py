@@ -17,11 +17,11 @@ def ask(cluster: RunningCluster, case: GoldenCase, prefill: str, salt: str, **fi
 
 
 def assert_golden(answer: dict[str, Any], case: GoldenCase) -> None:
-    choice = answer["choices"][0]
-    assert tuple(choice["token_ids"]) == case.output_ids, case.name
-    assert choice["finish_reason"] == case.finish_reason
-    assert answer["usage"]["completion_tokens"] == len(case.output_ids)
-    assert choice["text"] == case.output_text
+    for choice in answer["choices"]:
+        assert tuple(choice["token_ids"]) == case.output_ids, case.name
+        assert choice["finish_reason"] == case.finish_reason
+        assert choice["text"] == case.output_text
+    assert answer["usage"]["completion_tokens"] == len(answer["choices"]) * len(case.output_ids)
 
 
 def assert_moved(cluster: RunningCluster, answer: dict[str, Any], case: GoldenCase, *, hit_tokens: int = 0) -> None:
@@ -34,10 +34,13 @@ def assert_moved(cluster: RunningCluster, answer: dict[str, Any], case: GoldenCa
     assert usage["computed_tokens"] == len(case.prompt_ids) - hit_tokens  # a silent recompute would count twice
 
 
-def ask_all(cluster: RunningCluster, prefill: str, at_once: int) -> list[tuple[GoldenCase, dict[str, Any]]]:
+def ask_all(
+    cluster: RunningCluster, prefill: str, at_once: int, **fields: Any
+) -> list[tuple[GoldenCase, dict[str, Any]]]:
     """Every case, `at_once` at a time, none of which can share a prefix with another mode's."""
+    mode = f"{prefill}-{at_once}-{fields}"
     with ThreadPoolExecutor(at_once) as pool:
-        answers = pool.map(lambda case: ask(cluster, case, prefill, f"{prefill}-{at_once}-{case.name}"), CASES)
+        answers = pool.map(lambda case: ask(cluster, case, prefill, f"{mode}-{case.name}", **fields), CASES)
         return list(zip(CASES, answers, strict=True))
 
 
@@ -51,6 +54,14 @@ def test_disaggregated_over_nixl(pair: RunningCluster) -> None:
     for case, answer in ask_all(pair, "remote", at_once=2):
         assert_golden(answer, case)
         assert_moved(pair, answer, case)
+
+
+def test_four_greedy_choices_of_one_prefill_and_one_hand_off(pair: RunningCluster) -> None:
+    for case, answer in ask_all(pair, "remote", at_once=2, n=4):
+        assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+        assert_golden(answer, case)
+        assert_moved(pair, answer, case)
+    pair.wait_idle()
 
 
 def test_disaggregated_with_the_prefix_already_cached(pair: RunningCluster) -> None:

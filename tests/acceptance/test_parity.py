@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
+import statistics
 from typing import Any
 
 import pytest
 
+from core.request import SamplingParams
 from tests.acceptance.golden import CASES
 from tests.acceptance.running_cluster import RunningCluster
 
@@ -42,6 +44,26 @@ def test_sampled_with_a_seed(pair: RunningCluster, sampling: dict[str, Any]) -> 
     assert first["token_ids"] != list(STORY.output_ids[:40])  # it is not greedy after all
     other = both_ways(pair, **{**sampling, "seed": 77})
     assert other["token_ids"] != first["token_ids"]
+
+
+def test_sampled_choices_are_the_single_requests_with_their_seeds(pair: RunningCluster) -> None:
+    sampling: dict[str, Any] = {"temperature": 1.0, "max_tokens": 24, "logprobs": 1}
+    both_ways(pair, seed=9, n=4, **sampling)
+    together = pair.complete(list(STORY.prompt_ids), seed=9, n=4, tandem={"prefill": "remote"}, **sampling)
+    for choice in together["choices"]:
+        seed = SamplingParams(seed=9).for_choice(choice["index"]).seed
+        alone = pair.complete(list(STORY.prompt_ids), seed=seed, tandem={"prefill": "local"}, **sampling)
+        assert {**alone["choices"][0], "index": choice["index"]} == choice
+    assert len({tuple(choice["token_ids"]) for choice in together["choices"]}) == 4
+
+
+def test_best_of_is_the_most_probable_of_what_n_gives(pair: RunningCluster) -> None:
+    sampling: dict[str, Any] = {"temperature": 1.5, "max_tokens": 8, "seed": 4}
+    best = pair.complete(list(STORY.prompt_ids), best_of=3, **sampling)
+    every = pair.complete(list(STORY.prompt_ids), n=3, logprobs=0, **sampling)
+    score = {choice["text"]: statistics.fmean(choice["logprobs"]["token_logprobs"]) for choice in every["choices"]}
+    assert [choice["text"] for choice in best["choices"]] == [max(score, key=lambda text: score[text])]
+    assert best["usage"]["completion_tokens"] == every["usage"]["completion_tokens"]
 
 
 def test_penalties_and_biases(pair: RunningCluster) -> None:

@@ -63,7 +63,7 @@ async def test_a_client_that_leaves_in_any_state_leaves_nothing(
             ]
             await asyncio.to_thread(wait_until, lambda: pair.workers()["prefill-0"].load.waiting_tokens > 1000, 30.0)
         fields = {"max_tokens": 400, "ignore_eos": True, "cache_salt": f"leaves-{state}-{streamed}"}
-        fields["stream"] = streamed
+        fields |= {"stream": True, "n": 3} if streamed else {"stream": False}
         leaving = asyncio.create_task(stream_ids(session, pair, PROSE.prompt_ids[:700], **fields))
         await asyncio.to_thread(wait_until, lambda: reached(pair, state), 60.0, lambda: describe(pair))
         leaving.cancel()

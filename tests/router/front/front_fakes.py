@@ -124,6 +124,35 @@ def says_scored(text: str, tokens_a_delta: int = 1) -> Script:
     return script
 
 
+def says_choices(
+    texts: Sequence[str], scores: Sequence[float] = (), work: WorkUsage | None = None, all_at_once: bool = False
+) -> Script:
+    """A text for each choice, ended by the end token, their tokens in turn; choice i has log probability scores[i] at
+    each position. all_at_once: one choice after the other, each in one delta."""
+
+    async def script(request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
+        assert request.num_choices == len(texts)
+        outputs = [[*text.encode(), END] for text in texts]
+        width = max(map(len, outputs)) if all_at_once else 1
+        for position in range(0, max(map(len, outputs)), width):
+            for choice, output in enumerate(outputs):
+                token_ids = tuple(output[position : position + width])
+                if not token_ids:
+                    continue
+                scored = request.sampling.top_logprobs is not None
+                yield TokenDelta(
+                    request_id=request.request_id,
+                    position=position,
+                    token_ids=token_ids,
+                    finish_reason=FinishReason.STOP if token_ids[-1] == END else None,
+                    usage=work if position == choice == 0 else None,
+                    logprobs=tuple(TokenLogprobs(scores[choice]) for _ in token_ids) if scored else (),
+                    choice=choice,
+                )
+
+    return script
+
+
 def says_then_raises(text: str, error: Exception) -> Script:
     """Fails after the tokens of `text`."""
 

@@ -18,6 +18,7 @@ from router.front.generation import Front, TextDelta
 from router.front.intake import INLINE_CHARACTERS, Draft, Intake
 from router.front.meter import Endpoint
 from router.front.usage import UsageSum
+from telemetry.metrics import RouterMetrics
 
 DRAFT = Draft(prompt="hi", model="tiny", request_id="r")
 
@@ -49,6 +50,50 @@ async def test_the_earliest_of_several_stop_strings_wins(front: Front, dispatche
     dispatcher.script = says("one two three", matched_stop="two")
     deltas = await collect(front, replace(DRAFT, stop_strings=("three", "two")))
     assert ("".join(delta.text for delta in deltas), deltas[-1].matched_stop) == ("one ", "two")
+
+
+async def test_a_choice_that_a_stop_string_ended_says_nothing_more(
+    front: Front, dispatcher: ScriptedDispatcher
+) -> None:
+    """Whatever a worker still sends of it; the others go on."""
+
+    async def script(request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
+        for position, (first, second) in enumerate(zip(b"aSTOPbc", b"1234567", strict=True)):
+            yield TokenDelta(request.request_id, position, (first,))
+            finish = FinishReason.LENGTH if position == 6 else None
+            yield TokenDelta(request.request_id, position, (second,), finish, choice=1)
+
+    dispatcher.script = script
+    deltas = await collect(front, replace(DRAFT, stop_strings=("STOP",), num_choices=2))
+    assert ["".join(delta.text for delta in deltas if delta.choice == choice) for choice in (0, 1)] == ["a", "1234567"]
+    assert [(delta.choice, delta.finish_reason, delta.last) for delta in deltas if delta.finish_reason] == [
+        (0, "stop", False),
+        (1, "length", True),
+    ]
+    assert deltas[-1].usage.completion_tokens == 5 + 7
+
+
+async def test_latencies_are_those_of_each_choice(dispatcher: ScriptedDispatcher, metrics: RouterMetrics) -> None:
+    """Three tokens a second for each of two choices are no six tokens a second."""
+    now_s = [100.0]
+    front = Front(dispatcher, ByteTokenizer(), MODEL, metrics, clock=lambda: now_s[0])
+
+    async def script(request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
+        for position in range(3):
+            now_s[0] += 1.0
+            for choice in (0, 1):
+                finish = FinishReason.LENGTH if position == 2 else None
+                yield TokenDelta(request.request_id, position, (97,), finish, choice=choice)
+
+    dispatcher.script = script
+    await collect(front, replace(DRAFT, num_choices=2))
+    value = metrics.registry.get_sample_value
+    labels = {"model_name": "tiny"}
+    assert value("vllm:time_to_first_token_seconds_sum", labels) == value("tandem_ttft_seconds_count") == 1.0
+    assert value("vllm:inter_token_latency_seconds_count", labels) == 4.0
+    assert value("vllm:inter_token_latency_seconds_sum", labels) == 4.0
+    assert (value("tandem_tpot_seconds_count"), value("tandem_tpot_seconds_sum")) == (2.0, 2.0)
+    assert value("vllm:request_generation_tokens_sum", labels) == 6.0
 
 
 @pytest.mark.parametrize("whole", [False, True])

@@ -7,7 +7,17 @@ from typing import Any
 
 import grpc
 import pytest
-from front_fakes import END, MODEL, ScriptedDispatcher, floods, says, says_scored, says_then_hangs, says_then_raises
+from front_fakes import (
+    END,
+    MODEL,
+    ScriptedDispatcher,
+    floods,
+    says,
+    says_choices,
+    says_scored,
+    says_then_hangs,
+    says_then_raises,
+)
 from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -91,6 +101,22 @@ async def test_penalties_and_logprobs(channel: grpc.aio.Channel, dispatcher: Scr
     assert not any(response.logprobs for response in bare)
     neutral = dispatcher.requests[1].sampling
     assert neutral == SamplingParams(seed=neutral.seed)
+
+
+async def test_several_choices(channel: grpc.aio.Channel, dispatcher: ScriptedDispatcher) -> None:
+    dispatcher.script = says_choices(["hello", "", "hi"])
+    responses = await generate(channel, ask(n=3))
+    texts = ["".join(item.text for item in responses if item.choice == choice) for choice in range(3)]
+    assert texts == ["hello", "", "hi"]
+    assert [item.choice for item in responses if item.finish_reason == "stop"] == [1, 2, 0]
+    assert [item.HasField("usage") for item in responses] == [False] * (len(responses) - 1) + [True]
+    assert responses[-1].usage.completion_tokens == 6 + 1 + 3
+    assert dispatcher.requests[0].num_choices == 3
+    refused = await require_refused(channel, ask(n=17), grpc.StatusCode.INVALID_ARGUMENT)
+    assert "n: must be" in (refused.details() or "")
+    dispatcher.script = says("one")
+    await generate(channel, ask())
+    assert dispatcher.requests[-1].num_choices == 1
 
 
 async def test_every_kind_of_input(channel: grpc.aio.Channel, dispatcher: ScriptedDispatcher) -> None:

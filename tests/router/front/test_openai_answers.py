@@ -8,7 +8,7 @@ from typing import Any
 import aiohttp
 import openai
 import pytest
-from front_fakes import END, MODEL, ScriptedDispatcher, says, says_scored
+from front_fakes import END, MODEL, ScriptedDispatcher, says, says_choices, says_scored
 
 from core.request import FinishReason, Placement, SamplingParams, WorkUsage
 
@@ -227,6 +227,87 @@ async def test_null_is_not_given(http: aiohttp.ClientSession, dispatcher: Script
     assert sampling == SamplingParams(seed=sampling.seed)
 
 
+@pytest.mark.parametrize("all_at_once", [False, True])
+async def test_several_choices_in_one_piece(
+    client: openai.AsyncOpenAI, dispatcher: ScriptedDispatcher, all_at_once: bool
+) -> None:
+    dispatcher.script = says_choices(
+        ["hello", "", "hi STO"], work=WorkUsage(computed_tokens=5), all_at_once=all_at_once
+    )
+    answer = await client.chat.completions.create(**CHAT, n=3, stop=["STOP"], extra_body={"return_token_ids": True})
+    assert [choice.index for choice in answer.choices] == [0, 1, 2]
+    assert [choice.message.content for choice in answer.choices] == ["hello", "", "hi STO"]
+    assert [choice.finish_reason for choice in answer.choices] == ["stop"] * 3
+    tokens = [(choice.model_extra or {})["token_ids"] for choice in answer.choices]
+    assert tokens == [[*text.encode(), END] for text in ("hello", "", "hi STO")]
+    assert answer.usage is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (5, 6 + 1 + 7)
+    assert dispatcher.requests[0].num_choices == 3
+
+
+@pytest.mark.parametrize("all_at_once", [False, True])
+async def test_several_choices_streamed(
+    client: openai.AsyncOpenAI, dispatcher: ScriptedDispatcher, all_at_once: bool
+) -> None:
+    dispatcher.script = says_choices(["one STOP", "two"], all_at_once=all_at_once)
+    options: Any = {"include_usage": True}
+    stream = await client.chat.completions.create(**CHAT, n=2, stop="STOP", stream=True, stream_options=options)
+    chunks = [chunk async for chunk in stream]
+    assert [chunk.choices[0].delta.role for chunk in chunks[:2]] == ["assistant"] * 2
+    assert [chunk.choices[0].index for chunk in chunks[:2]] == [0, 1]
+    text, finishes = ["", ""], [[], []]  # type: ignore[var-annotated]
+    for chunk in chunks[:-1]:
+        [choice] = chunk.choices
+        assert not finishes[choice.index], "nothing follows a finish"
+        text[choice.index] += choice.delta.content or ""
+        finishes[choice.index] += [choice.finish_reason] if choice.finish_reason else []
+    assert (text, finishes) == (["one ", "two"], [["stop"], ["stop"]])
+    assert chunks[-1].choices == [] and chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == (9 if all_at_once else 8) + 4  # what a choice ends with is all counted
+
+
+async def test_logprobs_of_several_choices(client: openai.AsyncOpenAI, dispatcher: ScriptedDispatcher) -> None:
+    dispatcher.script = says_choices(["ab", "c"], scores=[-0.5, -2.0])
+    for streamed in (False, True):
+        asked: Any = {"model": "tiny", "prompt": "hi", "logprobs": 0, "n": 2, "stream": streamed}
+        answer = await client.completions.create(**asked)
+        choices = [chunk.choices[0] async for chunk in answer] if streamed else answer.choices
+        found: dict[int, list[Any]] = {0: [], 1: []}
+        for choice in choices:
+            if choice.logprobs:
+                columns = choice.logprobs.tokens, choice.logprobs.token_logprobs, choice.logprobs.text_offset
+                found[choice.index] += zip(*columns, strict=True)
+        assert found == {
+            0: [("a", -0.5, 0), ("b", -0.5, 1), ("<end>", -0.5, 2)],
+            1: [("c", -2.0, 0), ("<end>", -2.0, 1)],
+        }
+
+
+@pytest.mark.parametrize("logprobs", [None, 0])
+async def test_best_of_returns_the_most_probable(
+    client: openai.AsyncOpenAI, dispatcher: ScriptedDispatcher, logprobs: int | None
+) -> None:
+    """By the mean of a token, not the sum, which would take the shortest."""
+    dispatcher.script = says_choices(["short", "long and good", "equal", "bad"], scores=[-0.5, -0.25, -0.5, -3.0])
+    answer = await client.completions.create(model="tiny", prompt="hi", n=2, best_of=4, logprobs=logprobs)
+    assert [(choice.index, choice.text) for choice in answer.choices] == [(0, "long and good"), (1, "short")]
+    for choice, score in zip(answer.choices, (-0.25, -0.5), strict=True):
+        scores = choice.logprobs.token_logprobs if choice.logprobs else None
+        assert scores == (None if logprobs is None else [score] * (len(choice.text) + 1))
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == sum(len(text) + 1 for text in ("short", "long and good", "equal", "bad"))
+    assert dispatcher.requests[0].num_choices == 4
+
+
+async def test_as_many_as_generated_come_in_their_own_order(
+    client: openai.AsyncOpenAI, dispatcher: ScriptedDispatcher
+) -> None:
+    dispatcher.script = says_choices(["a", "b"], scores=[-3.0, -1.0])
+    answer = await client.completions.create(model="tiny", prompt="hi", n=2, best_of=2)
+    assert [choice.text for choice in answer.choices] == ["a", "b"]
+    assert dispatcher.requests[0].sampling.top_logprobs is None, "nothing to rank"
+
+
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_chat_logprobs(client: openai.AsyncOpenAI, dispatcher: ScriptedDispatcher, streamed: bool) -> None:
     dispatcher.script = says_scored("hé")
@@ -334,7 +415,7 @@ async def test_unknown_routes_and_methods_answer_in_json(http: aiohttp.ClientSes
 async def test_metrics_tell_of_requests(http: aiohttp.ClientSession, client: openai.AsyncOpenAI) -> None:
     await client.chat.completions.create(**CHAT)
     with pytest.raises(openai.BadRequestError):
-        await client.chat.completions.create(**CHAT, n=2)
+        await client.chat.completions.create(**CHAT, n=0)
     async with http.get("/metrics") as response:
         lines = (await response.text()).splitlines()
     for line in (

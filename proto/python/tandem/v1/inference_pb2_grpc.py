@@ -52,8 +52,8 @@ class InferenceServiceServicer:
     """
 
     def Generate(self, request, context):
-        """Streams the output of one prompt. Ends with exactly one response that has `finish_reason` set, or with
-        a non-OK status. Cancelling the call frees everything the request holds on every worker.
+        """Streams the outputs of one prompt. Each choice ends with exactly one response that has `finish_reason` set, and
+        the stream with the last of them, or with a non-OK status. Cancelling the call frees everything the request holds on every worker.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
