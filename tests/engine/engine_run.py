@@ -6,10 +6,10 @@ import random
 from collections import defaultdict
 from collections.abc import Iterable
 
-from core.request import FinishReason, GenerateRequest
+from core.request import FinishReason, GenerateRequest, TokenDelta
 from engine.block_pool import BlockPool
 from engine.runner import ModelRunner
-from engine.scheduler import Progress, Scheduler, SchedulerConfig
+from engine.scheduler import Scheduler, SchedulerConfig
 from engine.sequence import ModelLimits
 
 EOS = 2  # of the default model
@@ -29,7 +29,7 @@ class EngineRun:
     def generate(
         self, requests: Iterable[GenerateRequest], config: SchedulerConfig, disturb: random.Random | None = None
     ) -> dict[str, list[int]]:
-        """Output tokens by request id.
+        """Output tokens by request id, and by "id/1" for choice 1 and on.
 
         disturb: draws the steps at which all free blocks are taken away for a while, so that somebody is preempted.
         """
@@ -44,7 +44,8 @@ class EngineRun:
             plan = scheduler.plan()
             if plan is not None:
                 for item in scheduler.commit(plan, self._runner.run(plan)):
-                    self._take(item, outputs)
+                    for delta in item.deltas:
+                        self._take(delta, outputs)
             elif taken:
                 self.pool.release(taken)
                 taken = []
@@ -63,13 +64,12 @@ class EngineRun:
             return []
         return taken
 
-    def _take(self, item: Progress, outputs: dict[str, list[int]]) -> None:
-        if (delta := item.delta) is None:
-            return
-        assert delta.position == len(outputs[item.request_id])
-        outputs[item.request_id] += delta.token_ids
+    def _take(self, delta: TokenDelta, outputs: dict[str, list[int]]) -> None:
+        name = f"{delta.request_id}/{delta.choice}" if delta.choice else delta.request_id
+        assert delta.position == len(outputs[name])
+        outputs[name] += delta.token_ids
         if delta.usage is not None:
-            self.cached_tokens[item.request_id] = delta.usage.cached_tokens
+            self.cached_tokens[delta.request_id] = delta.usage.cached_tokens
         assert delta.finish_reason in (None, FinishReason.STOP, FinishReason.LENGTH)
 
 

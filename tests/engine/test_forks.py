@@ -39,8 +39,9 @@ def singles(wanted: GenerateRequest, eos: tuple[int, ...] = ()) -> dict[str, lis
     }
 
 
-def land(bench: Bench, wanted: GenerateRequest) -> bool:
-    """A peer writes the prompt's KV and draws each choice's first token. False: there is no room for it."""
+def land(bench: Bench, wanted: GenerateRequest, num_damaged: int = 0) -> bool:
+    """A peer writes the prompt's KV, the last blocks of it damaged, and draws each choice's first token. False: there
+    is no room for it."""
     sequence = bench.scheduler.new_sequence(wanted)
     bench.scheduler.await_room(sequence)
     taken = bench.scheduler.reserve_next()
@@ -48,18 +49,24 @@ def land(bench: Bench, wanted: GenerateRequest) -> bool:
         bench.scheduler.end_reservation(sequence)
         return False
     table, prompt = [*taken.hits, *taken.fresh], wanted.prompt_token_ids
+    num_intact = max(len(taken.hits), len(table) - num_damaged)
     for position in range(len(taken.hits) * BLOCK_SIZE, len(prompt)):
-        bench.memory.slots[table[position // BLOCK_SIZE], position % BLOCK_SIZE] = prompt[position]
+        damage = 500 if position // BLOCK_SIZE >= num_intact else 0
+        bench.memory.slots[table[position // BLOCK_SIZE], position % BLOCK_SIZE] = prompt[position] + damage
     first_tokens = [tokens[0] for tokens in singles(wanted).values()]
     for name, token in zip(singles(wanted), first_tokens, strict=True):
         bench.outputs[name].append(token)
-    bench.scheduler.add_landed(sequence, table, first_tokens)
+    bench.scheduler.add_landed(sequence, table, first_tokens, num_intact)
     return True
+
+
+def land_in_part(bench: Bench, wanted: GenerateRequest) -> bool:
+    return land(bench, wanted, num_damaged=2)
 
 
 @pytest.mark.parametrize("budget", [1, 3, 64])
 @pytest.mark.parametrize("length", [3, 4, 9, 12])
-@pytest.mark.parametrize("start", [Bench.add, land])
+@pytest.mark.parametrize("start", [Bench.add, land, land_in_part])
 def test_choices_say_what_single_requests_with_their_seeds_say(
     start: Callable[[Bench, GenerateRequest], None], length: int, budget: int
 ) -> None:
@@ -250,7 +257,7 @@ def walk(seed: int) -> Bench:
     for _ in range(3000):
         if waiting and rng.random() < 0.3:
             item = waiting.pop()
-            if rng.random() < 0.7 or not land(bench, item):
+            if rng.random() < 0.7 or not land(bench, item, rng.choice([0, 0, 1, 2])):
                 bench.add(item)
         plan = bench.scheduler.plan()
         if rng.random() < 0.05:

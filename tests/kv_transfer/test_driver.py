@@ -77,7 +77,7 @@ async def hand_off(
     if corrupt:
         assert isinstance(source.end.transport, FaultyTransport)
         source.end.transport.inject(TransportFaults(corrupt_block=1.0))
-    ready = source.sessions.source.blocks_ready("h", whole_table, 8, now, last=True, first_token=7)
+    ready = source.sessions.source.blocks_ready("h", whole_table, 8, now, last=True, first_tokens=(7,))
     source.driver.perform(ready)
     await until(lambda: bool(source.outcomes and target.outcomes))
     source.pool.release(table)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from itertools import cycle, islice
+from dataclasses import replace
+from itertools import cycle, islice, product
 
 import pytest
 
@@ -33,11 +34,13 @@ def warm_run(default_cpu_runner: CpuModelRunner) -> EngineRun:
     return EngineRun(default_cpu_runner)
 
 
-def golden_requests(count: int = len(CASES)) -> Iterator[GenerateRequest]:
+def golden_requests(count: int = len(CASES), num_choices: int = 1) -> Iterator[GenerateRequest]:
     """The cases in turn, greedy, `count` requests in all."""
     for number, case in enumerate(islice(cycle(CASES), count)):
         stop = StopConditions(max_tokens=len(case["output_ids"]))
-        yield GenerateRequest(f"{number} {case['name']}", tuple(case["prompt_ids"]), GREEDY, stop)
+        yield GenerateRequest(
+            f"{number} {case['name']}", tuple(case["prompt_ids"]), GREEDY, stop, num_choices=num_choices
+        )
 
 
 def reusable(tokens: Sequence[int]) -> int:
@@ -48,7 +51,8 @@ def reusable(tokens: Sequence[int]) -> int:
 def assert_golden(outputs: dict[str, list[int]], count: int = len(CASES)) -> None:
     assert len(outputs) == count
     expected = {case["name"]: case["output_ids"] for case in CASES}
-    wrong = [name for name, output in outputs.items() if output != expected[name.partition(" ")[2]]]
+    cases = {name: name.partition(" ")[2].partition("/")[0] for name in outputs}
+    wrong = [name for name, output in outputs.items() if output != expected[cases[name]]]
     assert not wrong
 
 
@@ -81,6 +85,14 @@ def test_full_hits_then_preemption_at_random_steps(warm_run: EngineRun) -> None:
     assert warm_run.num_preemptions > 0
 
 
+def test_four_choices_of_each_case_with_preemption_at_random_steps(warm_run: EngineRun) -> None:
+    before = warm_run.num_preemptions
+    config = SchedulerConfig(token_budget=64, max_sequences=32)
+    requests = golden_requests(num_choices=4)
+    assert_golden(warm_run.generate(requests, config, disturb=random.Random(2)), 4 * len(CASES))
+    assert warm_run.num_preemptions > before
+
+
 def test_seeded_draws_are_equal_in_all_modes(default_cpu_runner: CpuModelRunner) -> None:
     prompts = [case["prompt_ids"] for case in CASES if len(case["prompt_ids"]) < 300]
 
@@ -93,6 +105,20 @@ def test_seeded_draws_are_equal_in_all_modes(default_cpu_runner: CpuModelRunner)
         run = EngineRun(default_cpu_runner)
         return run.generate(requests(), SchedulerConfig(token_budget=budget, max_sequences=at_once), disturb)
 
+    def choices() -> Iterator[GenerateRequest]:
+        for request in islice(requests(), 5):
+            yield replace(request, num_choices=3)
+
+    def singles() -> Iterator[GenerateRequest]:
+        for request, choice in product(islice(requests(), 5), range(3)):
+            name = f"{request.request_id}/{choice}" if choice else request.request_id
+            yield replace(request, request_id=name, sampling=request.sampling.for_choice(choice))
+
+    together, apart = (
+        EngineRun(default_cpu_runner).generate(wanted, SchedulerConfig(token_budget=64, max_sequences=16))
+        for wanted in (choices(), singles())
+    )
+    assert together == apart
     alone = outputs(512, 1)
     assert len({tuple(output) for output in alone.values()}) == len(prompts)
     modes: Sequence[tuple[int, int, random.Random | None]] = [(16, 8, None), (64, 32, None), (64, 8, random.Random(3))]
