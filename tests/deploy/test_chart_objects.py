@@ -1,0 +1,327 @@
+"""What no schema sees: selectors find pods, ports exist, amounts parse, nothing runs as root, the drain fits.
+
+Each rule is a function of the rendered objects that yields what is wrong; it is run over every case, and once over
+objects with the fault planted.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import pytest
+import yaml
+
+from tests.deploy.chart import DEFAULTS, Pod, cases, of_kind, pods, render, selects
+
+CASES: Final = cases()
+Objects = list[dict[str, Any]]
+Rule = Callable[[Objects], Iterator[str]]
+
+QUANTITY: Final = re.compile(r"[0-9]+(\.[0-9]+)?(m|k|[KMGTPE]i?)?")
+
+
+def walk(value: Any) -> Iterator[tuple[str, Any]]:
+    """Every (key, value) below `value`."""
+    pairs = value.items() if isinstance(value, dict) else ((None, item) for item in value)
+    for key, item in pairs:
+        if key is not None:
+            yield key, item
+        if isinstance(item, dict | list):
+            yield from walk(item)
+
+
+def port_names(pod: Pod) -> dict[str, int]:
+    return {
+        port["name"]: port["containerPort"]
+        for container in pod.spec["containers"]
+        for port in container.get("ports", [])
+    }
+
+
+def selectors_find_pods(objects: Objects) -> Iterator[str]:
+    """Of Services, budgets, policies, monitors and the pool; and those of the owners find their own pods alone."""
+    every = list(pods(objects))
+    for item in objects:
+        kind, spec, name = item["kind"], item.get("spec", {}), item["metadata"]["name"]
+        if kind in ("Deployment", "StatefulSet"):
+            found = [pod.name for pod in every if selects(spec["selector"], pod.labels)]
+            if found != [name]:
+                yield f"{kind} {name} selects {found}"
+            continue
+        selector = {
+            "Service": lambda spec: {"matchLabels": spec["selector"]},
+            "NetworkPolicy": lambda spec: spec["podSelector"],
+            "PodDisruptionBudget": lambda spec: spec["selector"],
+            "PodMonitor": lambda spec: spec["selector"],
+            "InferencePool": lambda spec: spec["selector"],
+        }.get(kind)
+        for_elsewhere = kind == "NetworkPolicy" and name.endswith("-redis")  # an external Redis leaves it without pods
+        if selector and not for_elsewhere and not any(selects(selector(spec), pod.labels) for pod in every):
+            yield f"{kind} {name} selects no pod"
+    for monitor in of_kind(objects, "ServiceMonitor"):
+        services = [item["metadata"]["labels"] for item in of_kind(objects, "Service")]
+        if not any(selects(monitor["spec"]["selector"], labels) for labels in services):
+            yield f"ServiceMonitor {monitor['metadata']['name']} selects no Service"
+    for scaler in [*of_kind(objects, "HorizontalPodAutoscaler"), *of_kind(objects, "ScaledObject")]:
+        target = scaler["spec"]["scaleTargetRef"]
+        if not any(item["metadata"]["name"] == target["name"] for item in of_kind(objects, target["kind"])):
+            yield f"{scaler['kind']} {scaler['metadata']['name']} scales nothing"
+
+
+def ports_exist(objects: Objects) -> Iterator[str]:
+    """Every target port, probe port, policy port and monitor port is a port of a pod that it is about."""
+    every = list(pods(objects))
+    for service in of_kind(objects, "Service"):
+        chosen = [pod for pod in every if selects({"matchLabels": service["spec"]["selector"]}, pod.labels)]
+        for port in service["spec"]["ports"]:
+            if not chosen or any(port["targetPort"] not in port_names(pod) for pod in chosen):
+                yield f"Service {service['metadata']['name']}: no port {port['targetPort']}"
+    for pod in every:
+        numbers = list(port_names(pod).values())
+        if len(set(numbers)) != len(numbers):
+            yield f"{pod.name}: a port twice: {numbers}"
+        for container in pod.containers:
+            names = {port["name"]: port["containerPort"] for port in container.get("ports", [])}
+            for key, probe in walk(container):
+                if key in ("grpc", "httpGet", "tcpSocket") and not {probe["port"]} & {*names, *names.values()}:
+                    yield f"{pod.name}: a probe of port {probe['port']}"
+    for policy in of_kind(objects, "NetworkPolicy"):
+        chosen = [pod for pod in every if selects(policy["spec"]["podSelector"], pod.labels)]
+        for rule in policy["spec"].get("ingress", []):
+            for port in rule.get("ports", []):
+                if chosen and not any(port["port"] in port_names(pod) for pod in chosen):
+                    yield f"NetworkPolicy {policy['metadata']['name']}: no port {port['port']}"
+    for monitor in of_kind(objects, "PodMonitor"):
+        chosen = [pod for pod in every if selects(monitor["spec"]["selector"], pod.labels)]
+        for endpoint in monitor["spec"]["podMetricsEndpoints"]:
+            if any(endpoint["port"] not in port_names(pod) for pod in chosen):
+                yield f"PodMonitor: no port {endpoint['port']}"
+    for monitor in of_kind(objects, "ServiceMonitor"):
+        names = {port["name"] for service in of_kind(objects, "Service") for port in service["spec"]["ports"]}
+        for endpoint in monitor["spec"]["endpoints"]:
+            if endpoint["port"] not in names:
+                yield f"ServiceMonitor: no port {endpoint['port']}"
+
+
+def amounts_parse(objects: Objects) -> Iterator[str]:
+    for pod in pods(objects):
+        for key, value in walk(pod.spec):
+            amounts = [*value.values()] if key in ("requests", "limits") else [value] if key == "sizeLimit" else []
+            yield from (f"{pod.name}: {key} {amount}" for amount in amounts if not QUANTITY.fullmatch(str(amount)))
+        for container in pod.containers:
+            limits = container.get("resources", {}).get("limits", {})
+            if container in pod.spec["containers"] and "memory" not in limits:
+                yield f"{pod.name}/{container['name']}: no memory limit"
+
+
+def enums_are_known(objects: Objects) -> Iterator[str]:
+    known = {
+        "imagePullPolicy": {"Always", "IfNotPresent", "Never"},
+        "medium": {"Memory"},
+        "podManagementPolicy": {"Parallel"},
+        "dnsPolicy": {"ClusterFirstWithHostNet"},
+        "fsGroupChangePolicy": {"OnRootMismatch"},
+        "protocol": {"TCP"},
+        "effect": {"NoSchedule", "PreferNoSchedule", "NoExecute"},
+        "appProtocol": {"http", "kubernetes.io/h2c", "grpc"},
+        "whenUnsatisfiable": {"DoNotSchedule", "ScheduleAnyway"},
+    }
+    for key, value in walk(objects):
+        if key in known and value not in known[key]:
+            yield f"{key}: {value}"
+
+
+def pods_are_restricted(objects: Objects) -> Iterator[str]:
+    """Pod Security `restricted`, and what it does not ask for: no token, no writable root, no host's files."""
+    for pod in pods(objects):
+        spec, security = pod.spec, pod.spec["securityContext"]
+        if security.get("runAsNonRoot") is not True or not security.get("runAsUser", 0):
+            yield f"{pod.name}: may run as root"
+        if security.get("seccompProfile") != {"type": "RuntimeDefault"}:
+            yield f"{pod.name}: seccomp"
+        if spec.get("automountServiceAccountToken") is not False:
+            yield f"{pod.name}: gets a token"
+        if any(spec.get(name) for name in ("hostPID", "hostIPC")) or any(
+            "hostPath" in item for item in spec["volumes"]
+        ):
+            yield f"{pod.name}: uses the host"
+        for container in pod.containers:
+            own = container["securityContext"]
+            if own.get("runAsUser", 1) == 0 or own.get("privileged") or own["allowPrivilegeEscalation"]:
+                yield f"{pod.name}/{container['name']}: privileges"
+            if own["capabilities"]["drop"] != ["ALL"] or not own["readOnlyRootFilesystem"]:
+                yield f"{pod.name}/{container['name']}: capabilities or root filesystem"
+
+
+def rdma_alone_needs_more(objects: Objects) -> Iterator[str]:
+    for pod in pods(objects):
+        added = [
+            cap for container in pod.containers for cap in container["securityContext"]["capabilities"].get("add", [])
+        ]
+        if added or pod.spec.get("hostNetwork"):
+            yield f"{pod.name}: {added}"
+
+
+def no_role_and_no_wildcard(objects: Objects) -> Iterator[str]:
+    for item in objects:
+        if item["kind"].endswith(("Role", "RoleBinding")):
+            yield f"{item['kind']} {item['metadata']['name']}"
+        if item["kind"] == "NetworkPolicy" and {} in item["spec"].get("ingress", []):
+            yield f"NetworkPolicy {item['metadata']['name']} opens everything"
+
+
+def pause_s(container: dict[str, Any]) -> int:
+    return int(container["lifecycle"]["preStop"]["sleep"]["seconds"])
+
+
+def drains_fit(objects: Objects) -> Iterator[str]:
+    """Router and controller get their drain bound before they are killed; all others live until that is over."""
+    (text,) = [item["data"]["config.yaml"] for item in of_kind(objects, "ConfigMap") if "config.yaml" in item["data"]]
+    drain_s = yaml.safe_load(text)["drain_timeout_s"]
+    everyone = [(pod, container) for pod in pods(objects) for container in pod.spec["containers"]]
+    drained_s = max(pause_s(item) for _, item in everyone if item["name"] in ("router", "controller")) + drain_s
+    for pod, container in everyone:
+        name, left_s = container["name"], pod.spec["terminationGracePeriodSeconds"] - pause_s(container)
+        if name in ("router", "controller") and left_s < drain_s + 10:  # the controller closes workers for 2 x 5 s more
+            yield f"{pod.name}/{name}: {left_s} s for a drain of {drain_s} s"
+        if name not in ("router", "controller") and (pause_s(container) < drained_s or left_s < 10):
+            yield f"{pod.name}/{name} ends before the drain"
+
+
+def volumes_are_mounted(objects: Objects) -> Iterator[str]:
+    for pod in pods(objects):
+        claims = [item["metadata"]["name"] for item in pod.owner["spec"].get("volumeClaimTemplates", [])]
+        have = {item["name"] for item in pod.spec.get("volumes", [])} | set(claims)
+        used = {mount["name"] for container in pod.containers for mount in container["volumeMounts"]}
+        if have != used:
+            yield f"{pod.name}: volumes {have ^ used}"
+        for container in pod.containers:
+            paths = [mount["mountPath"] for mount in container["volumeMounts"]]
+            names = [item["name"] for item in container.get("env", [])]
+            if len(set(paths)) != len(paths) or len(set(names)) != len(names):
+                yield f"{pod.name}/{container['name']}: something twice"
+            if container["name"] in ("ray-head", "ray-worker") and "/dev/shm" not in paths:
+                yield f"{pod.name}: the runtime's /dev/shm of 64 MiB"
+
+
+def valkeys_of_the_right_kind(objects: Objects) -> Iterator[str]:
+    for pod in pods(objects):
+        if pod.component in ("redis", "gcs"):
+            arguments = pod.spec["containers"][0]["args"]
+            policy = arguments[arguments.index("--maxmemory-policy") + 1]
+            if policy != {"redis": "allkeys-lru", "gcs": "noeviction"}[pod.component]:
+                yield f"{pod.name}: {policy}"
+
+
+def valkey_pod_has_no_volumes_list(objects: Objects) -> Objects:
+    """Valkey's only volume is its claim."""
+    for pod in pods(objects):
+        pod.spec.setdefault("volumes", [])
+    return objects
+
+
+RULES: Final[list[Rule]] = [
+    selectors_find_pods,
+    ports_exist,
+    amounts_parse,
+    enums_are_known,
+    pods_are_restricted,
+    no_role_and_no_wildcard,
+    drains_fit,
+    volumes_are_mounted,
+    valkeys_of_the_right_kind,
+]
+
+
+@pytest.fixture(scope="module")
+def rendered() -> dict[str, Objects]:
+    return {name: valkey_pod_has_no_volumes_list(render(values)) for name, values in CASES.items()}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_rule_holds(rule: Rule, case: str, rendered: dict[str, Objects]) -> None:
+    assert list(rule(rendered[case])) == []
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_only_the_rdma_values_leave_restricted(case: str, rendered: dict[str, Objects]) -> None:
+    wide = set(rdma_alone_needs_more(rendered[case]))
+    assert bool(wide) == case.startswith("values-rdma")
+    assert not any("router" in name or "head" in name for name in wide)
+
+
+def of_component(objects: Objects, component: str) -> Pod:
+    (pod,) = [pod for pod in pods(objects) if pod.component == component]
+    return pod
+
+
+def set_path(value: Any, path: str, new: Any) -> None:
+    *parents, last = path.split()
+    for name in parents:
+        value = value[int(name) if name.isdigit() else name]
+    value[last] = new
+
+
+PLANTED: Final[list[tuple[Rule, str, str, Any]]] = [
+    (selectors_find_pods, "router", "metadata labels app.kubernetes.io/component", "gateway"),
+    (selectors_find_pods, "decode", "metadata labels app.kubernetes.io/component", "prefill"),
+    (ports_exist, "router", "spec containers 0 ports 0 name", "web"),
+    (ports_exist, "router", "spec containers 0 readinessProbe grpc port", 50053),
+    (ports_exist, "decode", "spec containers 0 ports 1 name", "metric"),
+    (amounts_parse, "decode", "spec containers 0 resources limits memory", "4Gib"),
+    (enums_are_known, "decode", "spec containers 0 imagePullPolicy", "Sometimes"),
+    (pods_are_restricted, "redis", "spec securityContext runAsUser", 0),
+    (pods_are_restricted, "router", "spec containers 0 securityContext runAsUser", 0),
+    (pods_are_restricted, "router", "spec automountServiceAccountToken", True),
+    (pods_are_restricted, "router", "spec volumes 1 hostPath", {"path": "/"}),
+    (drains_fit, "router", "spec terminationGracePeriodSeconds", 60),
+    (drains_fit, "decode", "spec containers 0 lifecycle preStop sleep seconds", 5),
+    (volumes_are_mounted, "decode", "spec volumes 2 name", "memory"),
+    (valkeys_of_the_right_kind, "gcs", "metadata labels app.kubernetes.io/component", "redis"),
+]
+
+
+@pytest.mark.parametrize(
+    ("rule", "component", "path", "fault"), PLANTED, ids=lambda item: getattr(item, "__name__", None)
+)
+def test_rule_finds_a_planted_fault(
+    rule: Rule, component: str, path: str, fault: Any, rendered: dict[str, Objects]
+) -> None:
+    objects = copy.deepcopy(rendered["everything-other-mode"])
+    set_path(of_component(objects, component).template, path, fault)
+    assert list(rule(objects)) != []
+
+
+def test_secrets_come_by_reference(rendered: dict[str, Objects]) -> None:
+    """No Secret is made, and no value holds one: passwords and tokens are named."""
+    objects = rendered["everything-other-mode"]
+    assert of_kind(objects, "Secret") == []
+    named = {value["name"] for key, value in walk(objects) if key == "secretKeyRef"}
+    assert named == {"token", "tables", "index"}
+
+
+def test_a_changed_config_rolls_the_pods() -> None:
+    def checksums(values: dict[str, Any]) -> set[str]:
+        return {pod.template["metadata"].get("annotations", {}).get("checksum/config") for pod in pods(render(values))}
+
+    before, after = checksums({}), checksums({"config": {"num_blocks": DEFAULTS["config"]["num_blocks"] + 1}})
+    assert before & after == {None}  # Valkey does not read the config
+    assert len(before) == 2
+
+
+def test_both_modes_run_the_same_pods(rendered: dict[str, Objects]) -> None:
+    """What KubeRay is given and what the StatefulSets run differ in the command alone, which KubeRay makes itself."""
+    with_operator, plain = (
+        {pod.component: copy.deepcopy(pod.spec) for pod in pods(rendered[name])}
+        for name in ("defaults", "defaults-other-mode")
+    )
+    for spec in plain.values():
+        first = spec["containers"][0]
+        if first["name"].startswith("ray-"):
+            assert first.pop("command")[:2] == ["ray", "start"]
+            first.pop("args")
+    assert with_operator == plain

