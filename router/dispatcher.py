@@ -80,10 +80,12 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Deliver:
-    """The next positions of one choice's output. The last one of each choice has a finish reason."""
+    """The next positions of one choice's output. The last one of each choice has a finish reason, the last one of all
+    ends the request."""
 
     request_id: str
     delta: TokenDelta
+    last: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,9 +302,14 @@ class Dispatcher:
             self._close_prefill(flow)
         request_id = flow.request.request_id
         ready = flow.outputs[delta.choice].take(delta)
-        effects: list[Effect] = [Deliver(request_id, replace(item, request_id=request_id)) for item in ready]
-        broken = any(item.finish_reason in (FinishReason.ABORT, FinishReason.ERROR) for item in ready)
-        if broken or (ready and all(output.ended for output in flow.outputs)):
+        if not ready:
+            return []
+        broken = ready[-1].finish_reason in (FinishReason.ABORT, FinishReason.ERROR)
+        over = broken or all(output.ended for output in flow.outputs)
+        effects: list[Effect] = [
+            Deliver(request_id, replace(item, request_id=request_id), last=over and item is ready[-1]) for item in ready
+        ]
+        if over:
             if broken or worker == flow.choice.prefill:
                 effects += self._recall(flow)  # decode does not know yet that nothing is left to do
             self._end(flow)

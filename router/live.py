@@ -40,7 +40,7 @@ class LiveDispatcher:
         self._dispatcher = Dispatcher(config.dispatcher, self.view, router_id)
         self._links: dict[WorkerRef, WorkerLink] = {}
         self._deaths: deque[WorkerRef] = deque(maxlen=MAX_DEATHS)
-        self._outputs: dict[str, asyncio.Queue[TokenDelta | TandemError]] = {}
+        self._outputs: dict[str, asyncio.Queue[TokenDelta | TandemError | None]] = {}  # None: it is over
         self._idle = asyncio.Event()
         self._closing = False
 
@@ -59,7 +59,7 @@ class LiveDispatcher:
         return None if self.view.has_ready(Role.DECODE) else "no ready decode worker"
 
     async def generate(self, request: GenerateRequest, placement: Placement) -> AsyncGenerator[TokenDelta, None]:
-        """Each output position once, in order. Closing the generator frees the request everywhere.
+        """Each output position of each choice once, in order. Closing the generator frees the request everywhere.
 
         Raises: Rejected: not taken, or no worker in time. BadRequest: a worker can never serve it.
             WorkerLost, TransferFailed: it had to end after its first token.
@@ -67,17 +67,17 @@ class LiveDispatcher:
         if self._closing:
             raise Rejected(RejectReason.DRAINING, "this router is shutting down")
         effects = self._dispatcher.submit(request, placement, time.monotonic())
-        output: asyncio.Queue[TokenDelta | TandemError] = asyncio.Queue()
+        output: asyncio.Queue[TokenDelta | TandemError | None] = asyncio.Queue()
         self._outputs[request.request_id] = output
         try:
             self._perform(effects)
             while True:
                 item = await output.get()
+                if item is None:
+                    return
                 if isinstance(item, TandemError):
                     raise item
                 yield item
-                if item.finish_reason is not None:
-                    return
         finally:
             del self._outputs[request.request_id]
             if not self._outputs:
@@ -159,8 +159,10 @@ class LiveDispatcher:
             match effect:
                 case Send(worker, command):
                     self._links[worker].send(command)
-                case Deliver(request_id, delta):
+                case Deliver(request_id, delta, last):
                     self._put(request_id, delta)
+                    if last:
+                        self._put(request_id, None)
                 case Fail(request_id, error):
                     self._put(request_id, error)
                 case Planned(request_id, _attempt, attempt_id, choice):
@@ -174,7 +176,7 @@ class LiveDispatcher:
                         prefill=choice.prefill,
                     )
 
-    def _put(self, request_id: str, item: TokenDelta | TandemError) -> None:
+    def _put(self, request_id: str, item: TokenDelta | TandemError | None) -> None:
         output = self._outputs.get(request_id)
         if output is not None:
             output.put_nowait(item)

@@ -29,7 +29,7 @@ class Dispatcher(Protocol):
     """Finds workers for a request and merges what they send (router/dispatcher.py)."""
 
     def generate(self, request: GenerateRequest, placement: Placement) -> AsyncGenerator[TokenDelta, None]:
-        """Each output position exactly once, in order; the last delta has a finish reason.
+        """Each output position of each choice exactly once, in order; the last delta of each has a finish reason.
 
         Closing it cancels the request on every worker. Raises what core/errors.py lists: Rejected before any
         token, WorkerLost and TransferFailed at any time.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 
 from core.membership import Role, WorkerInfo, WorkerLoad, WorkerRef
 from core.messages import Answer, CancelRequest, Command, PeerDead, StepOutput
-from core.request import GenerateRequest, Placement, SamplingParams, StopConditions, TokenDelta
+from core.request import FinishReason, GenerateRequest, Placement, SamplingParams, StopConditions, TokenDelta
 from router import live
 from router.config import RouterConfig
 from router.live import LiveDispatcher
@@ -56,6 +57,27 @@ async def test_a_slow_client_ends_in_order_after_the_links_are_closed(monkeypatc
         assert (await first).token_ids == (7,)
         await dispatcher.close(grace_s=0.01)
     assert link.sent[-1] == CancelRequest(attempt_id)
+    assert dispatcher.num_open == 0
+
+
+async def test_a_stream_ends_with_the_last_of_its_choices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "WorkerLink", StubLink)
+    dispatcher = LiveDispatcher(RouterConfig(Path("model"), "model"), "router-0", asyncio.ensure_future)
+    dispatcher.announce(WORKER, WorkerLoad(), draining=False)
+    link: Any = dispatcher._links[WORKER.ref]
+    link.on_open()
+    heard = []
+    async with aclosing(dispatcher.generate(replace(REQUEST, num_choices=2), Placement.AUTO)) as deltas:
+        first = asyncio.ensure_future(anext(deltas))
+        await asyncio.sleep(0)
+        attempt_id = link.sent[-1].request.request_id
+        stop = FinishReason.STOP
+        link.on_answer(StepOutput((TokenDelta(attempt_id, 0, (7,), stop),), WorkerLoad()))
+        heard.append(await first)
+        later = [TokenDelta(attempt_id, 0, (8,), choice=1), TokenDelta(attempt_id, 1, (9,), stop, choice=1)]
+        link.on_answer(StepOutput(tuple(later), WorkerLoad()))
+        heard += [delta async for delta in deltas]
+    assert [(delta.choice, delta.token_ids) for delta in heard] == [(0, (7,)), (1, (8,)), (1, (9,))]
     assert dispatcher.num_open == 0
 
 
