@@ -55,6 +55,8 @@ class ClusterConfig:
     """Tokens in a block."""
     token_budget: int = 256
     """Most tokens that one engine step may compute."""
+    prefill_delay_steps: int = 0
+    """Most engine steps that a prompt waits for others to be computed with, beside decodes."""
     redis_url: str | None = None
     """Redis or Valkey of the shared prefix index; None: an embedded Valkey on loopback."""
     kv_interface: str = "lo"
@@ -150,6 +152,8 @@ class WorkerConfig:
     """Tokens in a block."""
     token_budget: int = 256
     """Most tokens of one engine step."""
+    prefill_delay_steps: int = 0
+    """As in ClusterConfig."""
     redis_url: str | None = None
     """Shared prefix index; None: none."""
     kv_interface: str = "lo"
@@ -249,5 +253,6 @@ def _require_engine_fields(config: ClusterConfig | WorkerConfig) -> None:
     _require_range("num_blocks", config.num_blocks, 1, 1 << 22)
     _require_range("block_size", config.block_size, 1, 256)
     _require_range("token_budget", config.token_budget, 1, 65536)
+    _require_range("prefill_delay_steps", config.prefill_delay_steps, 0, 1000)
     if config.redis_url is not None and not config.redis_url.startswith(("redis://", "rediss://", "unix://")):
         raise BadRequest("redis_url", f"must start with redis://, rediss:// or unix://, got {config.redis_url!r}")

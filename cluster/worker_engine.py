@@ -58,5 +58,6 @@ def build_engine(config: WorkerConfig) -> Engine:
 
     pool = BlockPool(config.num_blocks)
     limits = ModelLimits(config.block_size, runner.max_context_tokens, tuple(tokenizer.eos_token_ids))
-    scheduler = Scheduler(SchedulerConfig(token_budget=config.token_budget), pool, limits, identity.digest(), watch)
+    scheduling = SchedulerConfig(token_budget=config.token_budget, prefill_delay_steps=config.prefill_delay_steps)
+    scheduler = Scheduler(scheduling, pool, limits, identity.digest(), watch)
     return Engine(runner, pool, scheduler, identity, geometry.block_bytes)

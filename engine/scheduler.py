@@ -41,6 +41,10 @@ class SchedulerConfig:
     ageing_steps: what one step of priority is worth, in engine steps of waiting: seconds for 1, minutes for 100.
     growth_blocks: most blocks that an admission leaves free for each sequence that runs or is about to; 0 leaves none.
     scan_depth: how many are tried behind a head that finds no room. max_overtakes: how often it may be overtaken.
+    prefill_delay_steps: how many engine steps at most a prompt waits for others to be computed with, while there are
+        decodes to compute and too few prompt tokens to fill the budget; 0 waits for nobody. Fewer steps then carry
+        prompts, which pays where such a step costs more than its tokens (as SGLang's prefill delayer and TensorRT-LLM's
+        batch_wait_timeout_iters have it). On our CPU kernels it does not.
     """
 
     token_budget: int = 256
@@ -49,6 +53,7 @@ class SchedulerConfig:
     growth_blocks: int = 1
     scan_depth: int = 8
     max_overtakes: int = 16
+    prefill_delay_steps: int = 0
 
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():
@@ -63,6 +68,7 @@ _LEAST: Final = {
     "growth_blocks": 0,
     "scan_depth": 0,
     "max_overtakes": 0,
+    "prefill_delay_steps": 0,
 }
 
 
@@ -141,6 +147,7 @@ class Scheduler:
             tokens=list(request.prompt_token_ids),
             num_choices=request.num_choices,
             sampling=request.sampling,
+            arrived_step=self.num_steps,
             due_step=self.num_steps + request.priority * self.config.ageing_steps,
             number=self._num_sequences,
         )
@@ -309,6 +316,9 @@ class Scheduler:
         return budget
 
     def _admit_waiting(self, due: bool, chosen: dict[Sequence, int], budget: int) -> int:
+        only_decodes = bool(chosen) and all(sequence.decoding for sequence in chosen)  # else prompts have a step anyway
+        if only_decodes and self._waiting.may_gather(self.num_steps, self.config.prefill_delay_steps, budget):
+            return budget
         while budget > 0 and len(chosen) < self.config.max_sequences:
             taken = self._admit(self._waiting, due, behind=self._awaiting_room)
             if taken is None:

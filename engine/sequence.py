@@ -42,6 +42,7 @@ class Sequence:
     prefill_only: ends with the first token of each choice, which another worker continues.
     num_choices: how many choices it will fork into, this one first; 1 after that, and where there is one only.
     due_step, number: its place in line (engine/waiting_line.py); num_overtaken: how often it was passed as the head.
+    arrived_step: how many steps were planned before it came.
     """
 
     request: GenerateRequest
@@ -61,6 +62,7 @@ class Sequence:
     num_cached_prompt: int = 0  # prompt tokens that hits covered
     num_computed_prompt: int = 0
     usage_sent: bool = False
+    arrived_step: int = 0
     due_step: int = 0
     number: int = 0
     num_overtaken: int = 0

@@ -49,6 +49,12 @@ class WaitingLine:
             del self._line[index]
         return found
 
+    def may_gather(self, step: int, delay_steps: int, enough_tokens: int) -> bool:
+        """Whether those who wait may wait for more of their kind, to be computed with: none of them came `delay_steps`
+        steps ago or earlier, and together they have fewer than `enough_tokens` tokens."""
+        young = all(step - sequence.arrived_step < delay_steps for sequence in self._line)
+        return young and sum(sequence.num_known for sequence in self._line) < enough_tokens
+
     def admit(self, step: int, *, due: bool, take: Callable[[Sequence], bool]) -> None:
         """Remove the first one that `take` finds room for, if there is one.
 

@@ -50,6 +50,7 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> N
         ({"num_blocks": 0}, "num_blocks"),
         ({"block_size": 1000}, "block_size"),
         ({"token_budget": 0}, "token_budget"),
+        ({"prefill_delay_steps": -1}, "prefill_delay_steps"),
         ({"redis_url": "http://x"}, "redis_url"),
         ({"lease_s": float("nan")}, "lease_s"),
         ({"model_folder": None}, "model_folder"),

@@ -245,7 +245,11 @@ def walk(seed: int) -> Bench:
     rng = random.Random(seed)
     growth_blocks = rng.randrange(2)
     bench = Bench(
-        rng.randrange(14, 30), rng.choice([1, 2, 5, 16, 64]), rng.choice([1, 3, 64]), growth_blocks=growth_blocks
+        rng.randrange(14, 30),
+        rng.choice([1, 2, 5, 16, 64]),
+        rng.choice([1, 3, 64]),
+        growth_blocks=growth_blocks,
+        prefill_delay_steps=rng.choice([0, 0, 3]),
     )
     shared = tuple(rng.randrange(1000) for _ in range(12))
     wanted = []
