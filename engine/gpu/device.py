@@ -78,7 +78,7 @@ class CudaDevice:
         self._graph_memory: Any = None  # one pool for all graphs: only one of them runs at a time
         # Sums of bfloat16 products stay float32 until the end, and float32 products are float32.
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-        torch.backends.cuda.matmul.allow_tf32 = False
+        torch.set_float32_matmul_precision("highest")
 
     def stream(self) -> AbstractContextManager[object]:
         """See Device."""

@@ -31,7 +31,7 @@ def compute(
     """One step on the device; arguments as in DecoderModel.logits."""
     logits = model.logits(token_ids, positions, attention.begin_step(batch), logit_rows)
     best, greedy_ids = logits.max(dim=-1)
-    return StepOutput(logits, torch.where(torch.isfinite(best), greedy_ids, -1))
+    return StepOutput(logits, greedy_ids.masked_fill(~torch.isfinite(best), -1))
 
 
 class DecodeGraphs:

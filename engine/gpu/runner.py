@@ -12,11 +12,9 @@ Because of 4 `run` is as synchronous as the CPU runners: a block that a step fil
 
 from __future__ import annotations
 
-import logging
 import os
 from array import array
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
@@ -24,11 +22,10 @@ import torch
 
 from core.blocks import KvGeometry
 from core.errors import BadRequest
-from engine.attention.backend import AttentionBackend, DeviceBatch
-from engine.attention.flash import flash2_attention, flash4_attention
-from engine.attention.paged import KV_LAYOUT, PagedAttention
+from engine.attention.backend import DeviceBatch
+from engine.attention.paged import KV_LAYOUT
 from engine.gpu.arithmetic import GpuArithmetic, InvariantArithmetic
-from engine.gpu.choose_attention import FLASH2, FLASH4, TRITON, AttentionNeeds, choose_attention
+from engine.gpu.attention import MakeAttention, attention_for
 from engine.gpu.device import CudaDevice, Device
 from engine.gpu.graphs import DecodeGraphs, StepOutput, compute
 from engine.gpu.step_layout import GraphSizes, StepLayout, decode_buckets, lay_out
@@ -41,14 +38,9 @@ from engine.slice_check import require_inside
 from engine.step import Drawn, SampleSpec, StepPlan
 from engine.weights import ModelWeights, load_weights
 
-ATTENTION_VARIABLE: Final = "TANDEM_ATTENTION"
 INVARIANT_VARIABLE: Final = "TANDEM_INVARIANT"
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 MAX_GRAPH_SEQUENCES: Final = 256  # larger decode steps are eager: their kernels take longer than their launches
-
-logger = logging.getLogger(__name__)
-
-MakeAttention = Callable[[torch.Tensor], AttentionBackend[DeviceBatch]]
 
 
 class GpuModelRunner:
@@ -89,20 +81,18 @@ class GpuModelRunner:
         self._device = device
         self._num_blocks = num_blocks
         # Zeroed, because stale contents must be finite; one block more, for what padding rows write.
-        self._pool = torch.zeros(
-            (num_blocks + 1, config.num_layers, 2, block_size, config.num_kv_heads, config.head_dim),
-            dtype=DTYPES[dtype],
-            device=device.torch_device,
-        )
+        shape = (num_blocks + 1, config.num_layers, 2, block_size, config.num_kv_heads, config.head_dim)
+        with device.stream():
+            self._pool = torch.zeros(shape, dtype=DTYPES[dtype], device=device.torch_device)
         attention = make_attention(self._pool)
         self._attention = attention
         self.numeric_class = f"{attention.name}-{device.name}-{dtype}{'-invariant' if invariant else ''}"
         table_width = min(num_blocks, -(-config.max_context_tokens // block_size))
-        self._sizes = GraphSizes(decode_buckets(max_graph_sequences) if max_graph_sequences else (), table_width)
+        self.graph_sizes = GraphSizes(decode_buckets(max_graph_sequences) if max_graph_sequences else (), table_width)
         with device.stream(), torch.inference_mode():
             arithmetic = InvariantArithmetic() if invariant else GpuArithmetic()
             self._model = DecoderModel(config, to_device(weights, device.torch_device), arithmetic)
-            self._graphs = DecodeGraphs(device, self._model, attention, self._sizes, block_size, num_blocks)
+            self.graphs = DecodeGraphs(device, self._model, attention, self.graph_sizes, block_size, num_blocks)
             device.finish()
 
     @staticmethod
@@ -115,8 +105,7 @@ class GpuModelRunner:
     ) -> GpuModelRunner:
         """Read a model folder onto this process's first GPU and make a pool of `num_blocks` blocks there.
 
-        The variables TANDEM_ATTENTION, one of engine.gpu.choose_attention.KERNELS, and TANDEM_INVARIANT, "1" or "0",
-        are read here.
+        TANDEM_ATTENTION (engine/gpu/attention.py) and TANDEM_INVARIANT, "1" or "0", are read from the environment.
 
         Raises: BadModel: the folder is damaged or of an unsupported kind. BadRequest: dtype, block_size or a variable.
         """
@@ -125,7 +114,7 @@ class GpuModelRunner:
         invariant = _invariant()
         config = ModelConfig.load(folder)
         device = CudaDevice()
-        make_attention = _choose(device, dtype, block_size, config, invariant)
+        make_attention = attention_for(device, config, dtype, block_size, invariant)
         weights = load_weights(folder, config, DTYPES[dtype], progress)
         progress("capturing decode graphs")
         return GpuModelRunner(
@@ -160,10 +149,10 @@ class GpuModelRunner:
         """Queue a step, without its copies; a row for each of its samples, in order, on the device."""
         for item in plan.slices:
             require_inside(item, self.geometry.block_size, self._num_blocks, self.max_context_tokens, self.vocab_size)
-        layout = lay_out(plan.slices, self.geometry.block_size, self._num_blocks, self._sizes)
+        layout = lay_out(plan.slices, self.geometry.block_size, self._num_blocks, self.graph_sizes)
         if layout.bucket is None:
             return self._eager(layout)
-        output, rows = self._graphs.replay(layout), self._upload(layout.logit_rows)
+        output, rows = self.graphs.replay(layout), self._upload(layout.logit_rows)
         return StepOutput(output.logits[rows], output.greedy_ids[rows])
 
     def _eager(self, layout: StepLayout) -> StepOutput:
@@ -191,43 +180,6 @@ def _draw(output: StepOutput, specs: Sequence[SampleSpec]) -> Sequence[Drawn]:
     if all(spec.is_plain_greedy for spec in specs) and -1 not in greedy_ids:
         return greedy_ids
     return draw(output.logits.cpu(), specs)
-
-
-def _choose(device: CudaDevice, dtype: str, block_size: int, config: ModelConfig, invariant: bool) -> MakeAttention:
-    """The attention kernel for this GPU, said in the log with what was passed over. Raises: BadRequest."""
-    needs = AttentionNeeds(
-        capability=device.capability,
-        importable={
-            FLASH4: _can_find("flash_attn.cute"),
-            FLASH2: _can_find("flash_attn.flash_attn_interface"),
-            TRITON: _can_find("triton"),
-        },
-        dtype=dtype,
-        block_size=block_size,
-        head_dim=config.head_dim,
-    )
-    choice = choose_attention(needs, os.environ.get(ATTENTION_VARIABLE, ""))
-    reasons = "".join(f"; not {kernel}: {reason}" for kernel, reason in choice.passed_over.items())
-    logger.info("attention by %s on %s%s", choice.kernel, device.name, reasons)
-
-    def make(pool: torch.Tensor) -> PagedAttention:
-        if choice.kernel == FLASH4:
-            return flash4_attention(pool)
-        if choice.kernel == FLASH2:
-            return flash2_attention(pool, invariant)
-        from engine.attention.paged_triton import triton_attention  # Triton need not be there
-
-        return triton_attention(pool, config.num_heads, invariant)
-
-    return make
-
-
-def _can_find(module: str) -> bool:
-    """Without importing it: that alone would take seconds and memory of the GPU."""
-    try:
-        return find_spec(module) is not None
-    except ModuleNotFoundError:  # its package is not there
-        return False
 
 
 def _invariant() -> bool:
