@@ -44,6 +44,10 @@ class RouterStreams:
         self._owner[request_id] = stream
         stream.requests.add(request_id)
 
+    def owns(self, request_id: str) -> bool:
+        """Some router still waits for this request."""
+        return request_id in self._owner
+
     def disown(self, request_id: str) -> None:
         """Nothing more will be said of this request. Unknown ids are ignored."""
         stream = self._owner.pop(request_id, None)

@@ -10,6 +10,7 @@ from core.identity import SCHEMA_REVISION, CacheIdentity
 from core.request import GenerateRequest
 from engine.block_pool import BlockPool
 from engine.digest import tokenizer_digest, weights_digest
+from engine.grammar import GrammarCompiler
 from engine.load_runner import load_runner
 from engine.runner import ModelRunner
 from engine.scheduler import Scheduler, SchedulerConfig
@@ -27,6 +28,7 @@ class Engine:
     runner: ModelRunner
     pool: BlockPool
     scheduler: Scheduler
+    grammars: GrammarCompiler
     identity: CacheIdentity
     block_bytes: int
 
@@ -59,5 +61,6 @@ def build_engine(config: WorkerConfig) -> Engine:
     pool = BlockPool(config.num_blocks)
     limits = ModelLimits(config.block_size, runner.max_context_tokens, tuple(tokenizer.eos_token_ids))
     scheduling = SchedulerConfig(token_budget=config.token_budget, prefill_delay_steps=config.prefill_delay_steps)
-    scheduler = Scheduler(scheduling, pool, limits, identity.digest(), watch)
-    return Engine(runner, pool, scheduler, identity, geometry.block_bytes)
+    grammars = GrammarCompiler(tokenizer, runner.vocab_size)
+    scheduler = Scheduler(scheduling, pool, limits, identity.digest(), watch, grammars.matcher)
+    return Engine(runner, pool, scheduler, grammars, identity, geometry.block_bytes)

@@ -26,6 +26,7 @@ from cluster.peers import Peers
 from cluster.router_streams import RouterStream, RouterStreams
 from cluster.worker_engine import Engine, build_engine
 from cluster.worker_service import WorkerServicer
+from core.errors import BadRequest
 from core.membership import Role, WorkerInfo, WorkerRef
 from core.messages import (
     CancelRequest,
@@ -38,6 +39,7 @@ from core.messages import (
     StartGeneration,
     StartPrefill,
 )
+from core.request import Grammar
 from decode_worker.service import DecodeService
 from decode_worker.session import DecodeConfig, DecodeSession
 from engine.loop import EngineLoop, StepReport
@@ -219,8 +221,22 @@ class WorkerHost:
                 self._streams.own(stream, request.request_id)
                 if self._draining:
                     self._streams.send(Refused(request.request_id, RefuseReason.DRAINING))
+                elif request.grammar is not None and not self._engine.grammars.has(request.grammar):
+                    self._tasks.spawn(self._compile_first(command, request.request_id, request.grammar))
                 else:
                     self._role.command(command)
+
+    async def _compile_first(
+        self, command: StartGeneration | ReserveBlocks | StartPrefill, request_id: str, grammar: Grammar
+    ) -> None:
+        """Compiling may take as long as several steps. A request that is cancelled meanwhile never starts."""
+        try:
+            await asyncio.to_thread(self._engine.grammars.matcher, grammar)
+        except BadRequest as error:
+            self._streams.send(Refused(request_id, RefuseReason.BAD_REQUEST, str(error)))
+            return
+        if self._streams.owns(request_id):
+            self._role.command(command)
 
     def _router_closed(self, request_ids: list[str]) -> None:
         for request_id in request_ids:

@@ -16,6 +16,7 @@ MAX_PRIORITY: Final = 100
 SEED_BITS: Final = 63
 MAX_CHOICES: Final = 16
 CHOICE_STRIDE: Final = 0x9E3779B97F4A7C15  # odd and far from small: no two choices of a request, or of near seeds, meet
+MAX_GRAMMAR_CHARACTERS: Final = 1 << 16
 
 
 class FinishReason(StrEnum):
@@ -25,6 +26,7 @@ class FinishReason(StrEnum):
     LENGTH = "length"  # max_tokens or the context's end
     ABORT = "abort"  # cancelled by the client or by us
     ERROR = "error"  # failed after it had started; the message says why
+    DEAD_END = "dead_end"  # the caller's grammar leaves no token to draw; the message says why
 
 
 class Placement(StrEnum):
@@ -112,6 +114,26 @@ class StopConditions:
             raise BadRequest("stop", "a stop string must not be empty")
 
 
+class GrammarKind(StrEnum):
+    """How a grammar is written down."""
+
+    JSON_SCHEMA = "json_schema"  # as JSON
+    REGEX = "regex"  # Rust's syntax; matches the whole output
+    LARK = "lark"  # llguidance's dialect
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What an output must match, in the form that the edge compiled once. Equal grammars have equal sources."""
+
+    kind: GrammarKind
+    source: str
+
+    def __post_init__(self) -> None:
+        if len(self.source) > MAX_GRAMMAR_CHARACTERS:
+            raise BadRequest("grammar", f"{len(self.source)} characters exceed {MAX_GRAMMAR_CHARACTERS}")
+
+
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
     """One prompt and what to generate from it, as the router hands it to workers.
@@ -132,6 +154,7 @@ class GenerateRequest:
     tenant: str = ""
     priority: int = 0
     num_choices: int = 1
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         _require_between("n", self.num_choices, 1, MAX_CHOICES)
@@ -154,7 +177,7 @@ class TokenDelta:
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
     matched_stop: str | None = None  # the stop string that ended it
-    message: str = ""  # why, when finish_reason is ERROR
+    message: str = ""  # why, when finish_reason is ERROR or DEAD_END
     usage: WorkUsage | None = None  # with the first delta of a worker
     logprobs: tuple[TokenLogprobs, ...] = ()  # one per token, where the request asks for them
     choice: int = 0

@@ -10,16 +10,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+import numpy as np
 import torch
 
 from core.errors import InvariantBroken
 from core.request import TokenLogprobs
-from engine.step import Drawn, SampleSpec, ScoredToken
+from engine.step import DeadEnd, Drawn, GrammarMatcher, SampleSpec, ScoredToken
 
 LARGEST: Final = torch.finfo(torch.float32).max
 SORTED_PREFIX: Final = 1024  # top_p mostly keeps fewer tokens; only where it keeps more is the whole row sorted
 MASK_64: Final = (1 << 64) - 1
 GOLDEN_GAMMA: Final = 0x9E3779B97F4A7C15
+# What a byte of a mask adds to eight logits: 0 for a bit that is set, else minus infinity.
+BIT_FLOORS: Final = np.where(
+    np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little") == 1, 0, -np.inf
+).astype(np.float32)
 
 
 def draw(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> list[Drawn]:
@@ -28,16 +33,19 @@ def draw(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> list[Drawn]:
     Args, Raises: see `sample`.
     """
     return [
-        token_id if spec.sampling.top_logprobs is None else _scored(logits[row], token_id, spec.sampling.top_logprobs)
-        for row, (token_id, spec) in enumerate(zip(sample(logits, specs), specs, strict=True))
+        drawn
+        if isinstance(drawn, DeadEnd) or spec.sampling.top_logprobs is None
+        else _scored(logits[row], drawn, spec.sampling.top_logprobs)
+        for row, (drawn, spec) in enumerate(zip(sample(logits, specs), specs, strict=True))
     ]
 
 
-def sample(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> list[int]:
+def sample(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> list[int | DeadEnd]:
     """Draw a token for each row.
 
     In this order, as vLLM has it:
-    1. logit_bias is added; 2. repetition_penalty; 3. frequency_penalty and presence_penalty; 4. banned ids drop out.
+    1. logit_bias is added; 2. repetition_penalty; 3. frequency_penalty and presence_penalty;
+    4. what the grammar does not allow, and banned ids, drop out. Bans give way where a grammar leaves nothing else.
     5. Greedy choice ends here. Else temperature;
     6. min_p, top_k (of what min_p kept), top_p (over what both kept, renormalised; the token that crosses it is kept).
     Among equal logits the lower id comes first, in greedy choice too.
@@ -45,22 +53,26 @@ def sample(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> list[int]:
     Args:
         logits: [num_rows, vocab_size], float32; not changed.
         specs: one per row; their token ids lie in the vocabulary.
-    Raises: InvariantBroken: a row has a NaN or an infinity, or no token that may be drawn.
+    Returns: for each row a token, or why its grammar leaves none.
+    Raises: InvariantBroken: a row has a NaN or an infinity, or bans on all its tokens.
     """
     best, greedy_ids = logits.max(dim=-1)
     if not bool(torch.isfinite(best).all()):
         raise InvariantBroken("logits hold a NaN or an infinity")
+    dead: dict[int, DeadEnd] = {}
     if any(spec.changes_logits for spec in specs):
-        logits = _changed(logits, specs)
+        logits, dead = _changed(logits, specs)
         best, greedy_ids = logits.max(dim=-1)
         if not bool(torch.isfinite(best).all()):
             raise InvariantBroken("every token is banned")
-    drawn: list[int] = greedy_ids.tolist()
+    drawn: list[int | DeadEnd] = greedy_ids.tolist()
     random_rows = [row for row, spec in enumerate(specs) if spec.sampling.temperature > 0.0]
     if random_rows:
         tokens = _draw(logits[random_rows], [specs[row] for row in random_rows])
         for row, token in zip(random_rows, tokens, strict=True):
             drawn[row] = token
+    for row, end in dead.items():
+        drawn[row] = end
     return drawn
 
 
@@ -93,8 +105,8 @@ def _scored(logits: torch.Tensor, token_id: int, num_top: int) -> ScoredToken:
     return ScoredToken(token_id, TokenLogprobs(float(logprobs[token_id]), top))
 
 
-def _changed(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> torch.Tensor:
-    """A copy in which biases, penalties and bans are applied."""
+def _changed(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> tuple[torch.Tensor, dict[int, DeadEnd]]:
+    """A copy in which biases, penalties, grammars and bans are applied; and the rows whose grammar is at an end."""
     changed = logits.clone()
     for row, spec in zip(changed, specs, strict=True):
         sampling = spec.sampling
@@ -103,9 +115,35 @@ def _changed(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> torch.Tensor:
             row[list(token_ids)] += torch.tensor(biases)
         if sampling.has_penalties:
             _penalise(row, spec)
+    dead = _constrain(changed, specs)
+    for row, spec in zip(changed, specs, strict=True):
         if spec.banned_token_ids:
-            row[list(spec.banned_token_ids)] = float("-inf")
-    return changed
+            banned = list(spec.banned_token_ids)
+            values = row[banned]
+            row[banned] = -torch.inf
+            if spec.grammar is not None and bool(row.max() == -torch.inf):
+                row[banned] = values
+    return changed, dead
+
+
+def _constrain(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> dict[int, DeadEnd]:
+    """Leave of each row, [vocab_size], what its grammar allows, in place. Returns the rows of which that is nothing."""
+    masks = {row: _mask(spec.grammar) for row, spec in enumerate(specs) if spec.grammar is not None}
+    dead = {row: mask for row, mask in masks.items() if isinstance(mask, DeadEnd)}
+    live = {row: mask for row, mask in masks.items() if not isinstance(mask, DeadEnd)}
+    if live:
+        packed = np.frombuffer(b"".join(live.values()), np.uint8).reshape(len(live), -1)
+        floors = torch.from_numpy(np.take(BIT_FLOORS, packed, axis=0).reshape(len(live), -1))
+        rows = torch.tensor(list(live), device=logits.device)
+        logits.index_add_(0, rows, floors[:, : logits.shape[1]].to(logits.device))
+    return dead
+
+
+def _mask(grammar: GrammarMatcher) -> bytes | DeadEnd:
+    mask = grammar.mask()
+    if isinstance(mask, bytes) and not any(mask):
+        return DeadEnd("the grammar has come to a dead end: no token of the vocabulary continues it")
+    return mask
 
 
 def _penalise(row: torch.Tensor, spec: SampleSpec) -> None:

@@ -27,10 +27,10 @@ from typing import Final
 from core.errors import BadRequest, InvariantBroken
 from core.identity import namespace
 from core.membership import WorkerLoad
-from core.request import GenerateRequest, TokenDelta, WorkUsage
+from core.request import FinishReason, GenerateRequest, TokenDelta, WorkUsage
 from engine.block_pool import BlockPool
-from engine.sequence import ModelLimits, Sequence, StopWatchFactory
-from engine.step import Drawn, ScoredToken, StepPlan
+from engine.sequence import MatcherFactory, ModelLimits, Sequence, StopWatchFactory, no_grammars
+from engine.step import DeadEnd, Drawn, ScoredToken, StepPlan
 from engine.waiting_line import WaitingLine, rank
 
 
@@ -108,12 +108,14 @@ class Scheduler:
         limits: ModelLimits,
         identity_digest: bytes,
         make_watch: StopWatchFactory,
+        make_matcher: MatcherFactory = no_grammars,
     ) -> None:
         self.config = config
         self.pool = pool
         self.limits = limits
         self._identity_digest = identity_digest
         self._make_watch = make_watch
+        self._make_matcher = make_matcher
         self._sequences: dict[str, list[Sequence]] = {}  # by request id: its choices
         self._waiting = WaitingLine(config.scan_depth, config.max_overtakes)
         self._awaiting_room = WaitingLine(config.scan_depth, config.max_overtakes)
@@ -130,6 +132,7 @@ class Scheduler:
         """A sequence of `request`, from now on ageing but not scheduled.
 
         Raises: BadRequest: not even one choice can ever fit; several need not fit together, some are then preempted.
+            Or its grammar is not one.
         """
         most_tokens = request.num_prompt_tokens + (1 if prefill_only else request.stop.max_tokens)
         if request.num_prompt_tokens >= self.limits.max_context_tokens:
@@ -148,6 +151,7 @@ class Scheduler:
             num_choices=request.num_choices,
             sampling=request.sampling,
             arrived_step=self.num_steps,
+            grammar=self._make_matcher(request.grammar) if request.grammar is not None else None,
             due_step=self.num_steps + request.priority * self.config.ageing_steps,
             number=self._num_sequences,
         )
@@ -435,6 +439,15 @@ class Scheduler:
         return Progress(request_id, computed, table, deltas, request_id not in self._sequences, handed_over)
 
     def _say(self, sequence: Sequence, drawn: Drawn) -> TokenDelta:
+        if isinstance(drawn, DeadEnd):
+            return TokenDelta(
+                request_id=sequence.request_id,
+                position=sequence.num_output,
+                token_ids=(),
+                finish_reason=FinishReason.DEAD_END,
+                message=drawn.message,
+                choice=sequence.choice,
+            )
         token_id, logprobs = (drawn.token_id, (drawn.logprobs,)) if isinstance(drawn, ScoredToken) else (drawn, ())
         reason, matched = sequence.append(token_id)
         return TokenDelta(

@@ -11,9 +11,10 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from core.blocks import num_blocks_for
+from core.errors import BadRequest
 from core.identity import BlockHash, extend_hashes
-from core.request import FinishReason, GenerateRequest, SamplingParams
-from engine.step import SampleSpec, SequenceSlice
+from core.request import FinishReason, GenerateRequest, Grammar, SamplingParams
+from engine.step import GrammarMatcher, SampleSpec, SequenceSlice
 
 
 class StopWatch(Protocol):
@@ -23,6 +24,12 @@ class StopWatch(Protocol):
 
 
 StopWatchFactory = Callable[[GenerateRequest], StopWatch]
+MatcherFactory = Callable[[Grammar], GrammarMatcher]  # raises BadRequest: on `grammar`
+
+
+def no_grammars(_grammar: Grammar) -> GrammarMatcher:
+    """The MatcherFactory of an engine without a tokenizer."""
+    raise BadRequest("grammar", "is not supported by this engine")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +61,7 @@ class Sequence:
     num_choices: int
     sampling: SamplingParams
     choice: int = 0
+    grammar: GrammarMatcher | None = None
     blocks: list[int] = field(default_factory=list)
     hashes: list[BlockHash] = field(default_factory=list)
     num_computed: int = 0
@@ -138,6 +146,7 @@ class Sequence:
                 num_choices=1,
                 sampling=self.request.sampling.for_choice(choice),
                 watch=make_watch(self.request) if self.watch else None,
+                grammar=self.grammar.fork() if self.grammar else None,
                 tokens=list(self.tokens),
                 blocks=list(self.blocks),
                 hashes=list(self.hashes),
@@ -188,24 +197,28 @@ class Sequence:
             banned = tuple({*self.limits.eos_token_ids, *stop.stop_token_ids})
         prompt = self.request.prompt_token_ids
         if not sampling.has_penalties:
-            return SampleSpec(sampling, self.num_output, banned)
+            return SampleSpec(sampling, self.num_output, banned, grammar=self.grammar)
         return SampleSpec(
             sampling,
             self.num_output,
             banned,
             prompt_token_ids=prompt if sampling.repetition_penalty != 1.0 else (),
             output_token_ids=tuple(self.tokens[len(prompt) :]),
+            grammar=self.grammar,
         )
 
     def append(self, token_id: int) -> tuple[FinishReason | None, str | None]:
         """Add a drawn token. Returns why the output ends with it, and the stop string that ends it."""
         self.tokens.append(token_id)
         matched = self.watch.push(token_id) if self.watch else None
+        complete = self.grammar is not None and self.grammar.push(token_id)
         stop = self.request.stop
         if token_id in stop.stop_token_ids or (token_id in self.limits.eos_token_ids and not stop.ignore_eos):
             return FinishReason.STOP, None
         if matched is not None:
             return FinishReason.STOP, matched
+        if complete:
+            return FinishReason.STOP, None
         if self.num_output >= stop.max_tokens or self.num_known >= self.limits.max_context_tokens:
             return FinishReason.LENGTH, None
         return None, None

@@ -9,8 +9,32 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
+from typing import Protocol
 
 from core.request import SamplingParams, TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class DeadEnd:
+    """No token may be drawn: a grammar leaves none, or went beyond its bounds. It ends that output alone."""
+
+    message: str
+
+
+class GrammarMatcher(Protocol):
+    """Which tokens a grammar allows next: a function of the grammar and the tokens pushed so far."""
+
+    def mask(self) -> bytes | DeadEnd:
+        """A bit for each token of the vocabulary, the lowest id in the lowest bit of the first byte."""
+        ...
+
+    def push(self, token_id: int) -> bool:
+        """Take a drawn token. True: the output is complete, nothing can follow."""
+        ...
+
+    def fork(self) -> GrammarMatcher:
+        """Another one at the same place, for another choice."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +44,7 @@ class SampleSpec:
     `position` is the index of that token in the output (0 for the first), the only source of randomness
     beside `sampling.seed`. `banned_token_ids` cannot be drawn (EOS and stop ids before min_tokens).
     `prompt_token_ids` and `output_token_ids` are what penalties look at: empty where none needs them.
+    `grammar` is read while the step computes, and moves on only when the step commits.
     """
 
     sampling: SamplingParams
@@ -27,12 +52,13 @@ class SampleSpec:
     banned_token_ids: tuple[int, ...] = ()
     prompt_token_ids: tuple[int, ...] = ()
     output_token_ids: tuple[int, ...] = ()
+    grammar: GrammarMatcher | None = None
 
     @property
     def changes_logits(self) -> bool:
         """The draw is not from the model's own logits."""
         sampling = self.sampling
-        return bool(self.banned_token_ids or sampling.logit_bias or sampling.has_penalties)
+        return bool(self.banned_token_ids or sampling.logit_bias or sampling.has_penalties or self.grammar)
 
     @property
     def is_plain_greedy(self) -> bool:
@@ -70,7 +96,7 @@ class ScoredToken:
     logprobs: TokenLogprobs
 
 
-Drawn = int | ScoredToken  # a bare id for all specs without `top_logprobs`
+Drawn = int | ScoredToken | DeadEnd  # a bare id for all specs without `top_logprobs`
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -95,6 +95,21 @@ class Tokenizer:
         """The bytes of one token, which need not be whole characters; of a special token, which has no text, those of
         its name ("<|im_end|>"); of an unknown id none."""
         return self._token_bytes.get(token_id) or self._special_names.get(token_id, b"")
+
+    def special_token_ids(self) -> list[int]:
+        """Ids of the tokens that stand for no text."""
+        return sorted(self._special_names)
+
+    def plain_encoder(self) -> Callable[[str], list[int]]:
+        """Encodes text in which the spelling of a special token is text like any other."""
+        backend = tokenizers.Tokenizer.from_str(self._backend.to_str())
+        backend.encode_special_tokens = True
+
+        def encode(text: str) -> list[int]:
+            ids: list[int] = backend.encode(text, add_special_tokens=False).ids
+            return ids
+
+        return encode
 
     def _encode(self, field: str, text: str) -> list[int]:
         try:

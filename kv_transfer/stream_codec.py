@@ -29,6 +29,8 @@ from core.messages import (
 from core.request import (
     FinishReason,
     GenerateRequest,
+    Grammar,
+    GrammarKind,
     SamplingParams,
     StopConditions,
     TokenDelta,
@@ -205,6 +207,7 @@ def _encode_request(request: GenerateRequest) -> pb.WorkerRequest:
         top_logprobs=sampling.top_logprobs,
         priority=request.priority,
         num_choices=request.num_choices,
+        grammar=_encode_grammar(request.grammar),
     )
 
 
@@ -235,7 +238,16 @@ def _decode_request(message: pb.WorkerRequest) -> GenerateRequest:
         tenant=message.tenant,
         priority=message.priority,
         num_choices=message.num_choices,
+        grammar=_decode_grammar(message.grammar) if message.HasField("grammar") else None,
     )
+
+
+def _encode_grammar(grammar: Grammar | None) -> pb.Grammar | None:
+    return pb.Grammar(kind=grammar.kind, source=grammar.source) if grammar is not None else None
+
+
+def _decode_grammar(message: pb.Grammar) -> Grammar:
+    return Grammar(_reason(GrammarKind, message.kind), message.source)
 
 
 def _encode_ticket(ticket: HandoffTicket) -> pb.HandoffTicket:
@@ -319,4 +331,4 @@ def _reason(kind: type[Reason], text: str) -> Reason:
     try:
         return kind(text)
     except ValueError:
-        raise BadRequest("reason", f"{text!r} is not known to this router") from None
+        raise BadRequest("reason", f"{text!r} is not known here") from None

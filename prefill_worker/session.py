@@ -182,6 +182,8 @@ class PrefillSession:
         if not item.ended:
             num_full = item.num_computed // block_size
             return source.blocks_ready(handoff_id, item.block_table, num_full, now, last=False)
+        if not all(delta.token_ids for delta in item.deltas):
+            return []  # a dead end: the router calls decode's share back, which stops this hand-off
         num_blocks = num_blocks_for(item.num_computed, block_size)
         first_tokens = tuple(delta.token_ids[0] for delta in item.deltas)
         return source.blocks_ready(handoff_id, item.block_table, num_blocks, now, last=True, first_tokens=first_tokens)

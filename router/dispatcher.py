@@ -36,6 +36,8 @@ from core.request import FinishReason, GenerateRequest, Placement, TokenDelta
 from router.policy.choose import Choice, choose, filter_fitting
 from router.view import ClusterView
 
+FAILURES: Final = frozenset({FinishReason.ABORT, FinishReason.ERROR, FinishReason.DEAD_END})
+
 
 class Stage(StrEnum):
     QUEUED = "queued"
@@ -304,7 +306,7 @@ class Dispatcher:
         ready = flow.outputs[delta.choice].take(delta)
         if not ready:
             return []
-        broken = ready[-1].finish_reason in (FinishReason.ABORT, FinishReason.ERROR)
+        broken = ready[-1].finish_reason in FAILURES
         over = broken or all(output.ended for output in flow.outputs)
         effects: list[Effect] = [
             Deliver(request_id, replace(item, request_id=request_id), last=over and item is ready[-1]) for item in ready

@@ -17,6 +17,7 @@ from engine.model_config import ModelConfig
 from engine.tokenizer import Tokenizer
 from router.config import RouterConfig, RouterEndpoints
 from router.front.generation import Front
+from router.front.grammar_gate import GrammarGate
 from router.front.grpc_service import SERVER_OPTIONS, GrpcFront, build_grpc_server
 from router.front.intake import ServedModel
 from router.front.openai_http import build_http_app, build_http_runner
@@ -36,6 +37,7 @@ class RouterProcess:
         self._grpc: GrpcFront | None = None
         self._registry: grpc.aio.Server | None = None
         self._http: web.AppRunner | None = None
+        self._grammars: GrammarGate | None = None
         self._tasks = BackgroundTasks(_broken)
         self._drain_timeout_s = 0.0
 
@@ -46,7 +48,9 @@ class RouterProcess:
         tokenizer = Tokenizer.load(config.model_folder)
         model = _served_model(config, tokenizer)
         metrics = RouterMetrics(CollectorRegistry(), config.model_name)
-        front = Front(self._dispatcher, tokenizer, model, metrics)
+        self._grammars = GrammarGate(config.model_folder, model.vocab_size)
+        self._tasks.spawn(self._grammars.start())
+        front = Front(self._dispatcher, tokenizer, model, metrics, self._grammars.check)
         grpc_address = await self._start_grpc(config, front)
         http_address = await self._start_http(config, front)
         registry_address = await self._start_registry(config)
@@ -62,6 +66,8 @@ class RouterProcess:
         if self._dispatcher is not None:
             await self._dispatcher.close(self._drain_timeout_s)
         self._tasks.cancel()
+        if self._grammars is not None:
+            await self._grammars.close()
         if self._http is not None:
             await self._http.cleanup()
         if self._grpc is not None:

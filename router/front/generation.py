@@ -18,7 +18,7 @@ from core.errors import BadRequest, InvariantBroken
 from core.request import FinishReason, GenerateRequest, Placement, TokenDelta, TokenLogprobs
 from engine.stop import StopStrings
 from router.front.errors import GenerationFailed
-from router.front.intake import Draft, Intake, ServedModel, TextDecoder, Tokenizer
+from router.front.intake import Draft, GrammarCheck, Intake, ServedModel, TextDecoder, Tokenizer
 from router.front.meter import Endpoint, Meter
 from router.front.spelling import Speller
 from router.front.usage import Usage, UsageSum
@@ -62,6 +62,7 @@ class Front:
         tokenizer: Tokenizer,
         model: ServedModel,
         metrics: RouterMetrics,
+        check_grammar: GrammarCheck,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
         new_request_id: Callable[[], str] = lambda: secrets.token_hex(12),
@@ -72,7 +73,7 @@ class Front:
         self.new_request_id = new_request_id
         self._dispatcher = dispatcher
         self._tokenizer = tokenizer
-        self._intake = Intake(tokenizer, model)
+        self._intake = Intake(tokenizer, model, check_grammar)
         self._clock = clock
         self._open: set[str] = set()
 
@@ -85,7 +86,7 @@ class Front:
         return Speller(self._tokenizer)
 
     async def prepare(self, draft: Draft) -> GenerateRequest:
-        """Check and tokenise. Raises: BadRequest: naming the field in Draft's words."""
+        """Check and tokenise. Raises: BadRequest: naming the field in Draft's words. Rejected: see Intake.prepare."""
         return await self._intake.prepare(draft)
 
     async def generate(
@@ -94,7 +95,7 @@ class Front:
         """Stream the output of a prepared request.
 
         Raises: Rejected, WorkerLost, TransferFailed, PeerRefused: as the dispatcher does;
-            GenerationFailed: a worker ended it with ERROR or ABORT.
+            GenerationFailed: a worker ended it with ERROR or ABORT; BadRequest: on `grammar`: with DEAD_END.
         """
         if request.request_id in self._open:
             raise BadRequest("request_id", f"{request.request_id} is already in use by an open request")
@@ -128,10 +129,12 @@ class _Outputs:
     def push(self, delta: TokenDelta) -> TextDelta | None:
         """The text that became certain with `delta`; None when its choice has ended.
 
-        Raises: GenerationFailed: a worker ended it with ERROR or ABORT.
+        Raises: GenerationFailed: a worker ended it with ERROR or ABORT; BadRequest: with DEAD_END.
         """
         if delta.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
             raise GenerationFailed(delta.finish_reason, delta.message)
+        if delta.finish_reason is FinishReason.DEAD_END:
+            raise BadRequest("grammar", delta.message)
         output = self._open.get(delta.choice)
         if output is None:
             return None

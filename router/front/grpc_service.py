@@ -15,8 +15,16 @@ from grpc_reflection.v1alpha import reflection
 from tandem.v1 import inference_pb2, inference_pb2_grpc
 
 from core.errors import BadRequest
-from core.request import Placement
+from core.request import Grammar, Placement
 from kv_transfer.stream_codec import encode_logprobs
+from router.front.constraint import (
+    ANY_OBJECT,
+    choice_grammar,
+    json_schema_grammar,
+    json_text_grammar,
+    lark_grammar,
+    regex_grammar,
+)
 from router.front.errors import edge_error, renamed
 from router.front.generation import Front, TextDelta
 from router.front.intake import ChatMessage, Draft, Prompt
@@ -186,8 +194,25 @@ def _draft(request: inference_pb2.GenerateRequest, request_id: str, served_name:
         cache_salt=request.cache_salt,
         priority=request.priority,
         num_choices=request.n or 1,
+        grammar=_grammar(request.constraint) if request.HasField("constraint") else None,
     )
     return placement, draft
+
+
+def _grammar(constraint: inference_pb2.Constraint) -> Grammar:
+    match constraint.WhichOneof("kind"):
+        case "json_schema":
+            return json_text_grammar(constraint.json_schema)
+        case "json_object" if constraint.json_object:
+            return json_schema_grammar(ANY_OBJECT)
+        case "regex":
+            return regex_grammar(constraint.regex)
+        case "choice":
+            return choice_grammar(constraint.choice.choices)
+        case "grammar":
+            return lark_grammar(constraint.grammar)
+        case _:
+            raise BadRequest("grammar", "one of json_schema, json_object, regex, choice and grammar is required")
 
 
 def _prompt(request: inference_pb2.GenerateRequest) -> Prompt:
@@ -203,8 +228,13 @@ def _prompt(request: inference_pb2.GenerateRequest) -> Prompt:
 
 
 def _names_for(request: inference_pb2.GenerateRequest) -> Mapping[str, str]:
-    """Field names, with the prompt under the kind of input that the caller chose."""
-    return {**_FIELD_NAMES, "prompt": _PROMPT_NAMES.get(request.WhichOneof("input") or "", "input")}
+    """Field names, with prompt and grammar under the kinds that the caller chose."""
+    kind = request.constraint.WhichOneof("kind")
+    return {
+        **_FIELD_NAMES,
+        "prompt": _PROMPT_NAMES.get(request.WhichOneof("input") or "", "input"),
+        "grammar": f"constraint.{kind}" if kind else "constraint",
+    }
 
 
 def _response(request_id: str, delta: TextDelta) -> inference_pb2.GenerateResponse:

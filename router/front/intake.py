@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
 from core.errors import BadRequest
-from core.request import SEED_BITS, GenerateRequest, SamplingParams, StopConditions
+from core.request import SEED_BITS, GenerateRequest, Grammar, SamplingParams, StopConditions
 
 CONTEXT_LENGTH_EXCEEDED: Final = "context_length_exceeded"
 MODEL_NOT_FOUND: Final = "model_not_found"
@@ -101,25 +101,32 @@ class Draft:
     tenant: str = ""
     priority: int = 0
     num_choices: int = 1
+    grammar: Grammar | None = None
+
+
+# Raises BadRequest on `grammar` where it does not compile, Rejected where that cannot be found out now.
+GrammarCheck = Callable[[Grammar], Awaitable[None]]
 
 
 class Intake:
     """Turns drafts into requests that workers can trust."""
 
-    def __init__(self, tokenizer: Tokenizer, model: ServedModel) -> None:
+    def __init__(self, tokenizer: Tokenizer, model: ServedModel, check_grammar: GrammarCheck) -> None:
         self._tokenizer = tokenizer
         self._model = model
+        self._check_grammar = check_grammar
 
     async def prepare(self, draft: Draft) -> GenerateRequest:
         """The request to dispatch.
 
         Raises: BadRequest: naming the field; code `context_length_exceeded` where it does not fit.
+            Rejected: grammars cannot be checked now.
         """
         self._check_names(draft)
         sampling = self._sampling(draft)
         self._check_stops(draft)
         token_ids = await self._token_ids(draft.prompt)
-        return GenerateRequest(
+        request = GenerateRequest(
             request_id=draft.request_id,
             prompt_token_ids=token_ids,
             sampling=sampling,
@@ -134,7 +141,11 @@ class Intake:
             tenant=draft.tenant,
             priority=draft.priority,
             num_choices=draft.num_choices,
+            grammar=draft.grammar,
         )
+        if draft.grammar is not None:
+            await self._check_grammar(draft.grammar)
+        return request
 
     def _check_names(self, draft: Draft) -> None:
         if draft.model != self._model.name:

@@ -133,7 +133,8 @@ class OpenAiEndpoints:
             except ConnectionError:
                 raise  # the client left: nobody reads an error frame
             except Exception as error:
-                await response.write(frame(_seen(error).openai_body()) + DONE_FRAME)
+                told = renamed(error, body.field_names()) if isinstance(error, BadRequest) else error
+                await response.write(frame(_seen(told).openai_body()) + DONE_FRAME)
                 meter.failed(error)
             else:
                 await response.write(answer.usage_frames(last.usage) + DONE_FRAME)

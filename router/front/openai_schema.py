@@ -6,12 +6,14 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Final, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationError
+from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationError
 from pydantic_core import PydanticCustomError
 
 from core.errors import BadRequest
 from core.request import MAX_CHOICES, Placement
 from router.front.intake import ChatMessage, Draft, Prompt
+from router.front.openai_constraint import Constraints
+from router.front.strict import Strict, Text
 
 BODY: Final = "body"
 # pydantic puts a union's tag, and "[key]" where a map's key is wrong, into the path; callers never wrote them.
@@ -23,15 +25,6 @@ _MESSAGES: Final = {
     "missing": "is required",
     "union_tag_not_found": "must be a string or a list",
 }
-
-
-def _valid_unicode(text: str) -> str:
-    """JSON can spell half a surrogate pair, which is not text."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise PydanticCustomError("surrogate", "must be valid Unicode: it holds an unpaired surrogate") from error
-    return text
 
 
 def _only(*allowed: object) -> BeforeValidator:
@@ -68,25 +61,20 @@ def _token_id(key: Any) -> int:
 
 
 TokenId = Annotated[int, BeforeValidator(_token_id)]
-Text = Annotated[str, AfterValidator(_valid_unicode)]
 Absent = Annotated[Any, _only(None)]
 AbsentOrFalse = Annotated[Any, _only(None, False)]
 AbsentOrEmptyList = Annotated[Any, _only(None, [])]
 NumChoices = Annotated[int, Field(ge=1, le=MAX_CHOICES)]
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
-
-
-class TextPart(_Strict):
+class TextPart(Strict):
     """One part of a message's content; text is the only kind there is yet."""
 
     type: Annotated[Any, _only("text")]
     text: Text
 
 
-class Message(_Strict):
+class Message(Strict):
     """One turn. The fields that only OpenAI's own answers carry are accepted empty, so that an answer can be
     sent back as it came."""
 
@@ -107,20 +95,20 @@ class Message(_Strict):
         return ChatMessage(self.role, text)
 
 
-class StreamOptions(_Strict):
+class StreamOptions(Strict):
     """What a stream carries beside text."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
-class TandemOptions(_Strict):
+class TandemOptions(Strict):
     """Our own extension: where the prompt is prefilled."""
 
     prefill: Literal["auto", "remote", "local"] = "auto"
 
 
-class Body(_Strict):
+class Body(Constraints):
     """What both endpoints share."""
 
     model: Text
@@ -196,7 +184,8 @@ class Body(_Strict):
 
     def field_names(self) -> dict[str, str]:
         """How this caller spelled the intake's fields, where it differs."""
-        return {}
+        field = self.grammar_field()
+        return {} if field is None else {"grammar": field}
 
     def _top_logprobs(self) -> int | None:
         """As asked, or what ranking needs."""
@@ -227,12 +216,14 @@ class Body(_Strict):
             cache_salt=self.cache_salt or "",
             priority=self.priority or 0,
             num_choices=self.num_generated,
+            grammar=self.grammar_asked(),
         )
 
     def require_consistent(self) -> None:
         """Refuse fields that contradict each other."""
         if self.stream_options is not None and not self.streamed:
             raise BadRequest("stream_options", "is allowed only with stream: true")
+        self.grammar_field()
 
 
 class ChatBody(Body):
@@ -240,7 +231,6 @@ class ChatBody(Body):
 
     messages: list[Message]
     max_completion_tokens: int | None = None
-    response_format: Annotated[Any, _only(None, {"type": "text"})] = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     tools: AbsentOrEmptyList = None
@@ -256,7 +246,7 @@ class ChatBody(Body):
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def field_names(self) -> dict[str, str]:
-        names = {"prompt": "messages"}
+        names = {**super().field_names(), "prompt": "messages"}
         if self.max_completion_tokens is not None:
             names["max_tokens"] = "max_completion_tokens"
         return names

@@ -10,7 +10,7 @@ from core.request import FinishReason, GenerateRequest, TokenDelta
 from engine.block_pool import BlockPool
 from engine.runner import ModelRunner
 from engine.scheduler import Scheduler, SchedulerConfig
-from engine.sequence import ModelLimits
+from engine.sequence import MatcherFactory, ModelLimits, no_grammars
 
 EOS = 2  # of the default model
 TAKING, GIVING = 0.1, 0.2  # chances at each step
@@ -19,8 +19,9 @@ TAKING, GIVING = 0.1, 0.2  # chances at each step
 class EngineRun:
     """The pool, and so the prefix cache, lives as long as the run; every batch of requests gets a new scheduler."""
 
-    def __init__(self, runner: ModelRunner) -> None:
+    def __init__(self, runner: ModelRunner, make_matcher: MatcherFactory = no_grammars) -> None:
         self._runner = runner
+        self._make_matcher = make_matcher
         self._limits = ModelLimits(runner.geometry.block_size, runner.max_context_tokens, (EOS,))
         self.pool = BlockPool(len(runner.kv_pool))
         self.num_preemptions = 0
@@ -33,7 +34,7 @@ class EngineRun:
 
         disturb: draws the steps at which all free blocks are taken away for a while, so that somebody is preempted.
         """
-        scheduler = Scheduler(config, self.pool, self._limits, b"d" * 32, _no_stop_strings)
+        scheduler = Scheduler(config, self.pool, self._limits, b"d" * 32, _no_stop_strings, self._make_matcher)
         for request in requests:
             scheduler.add(scheduler.new_sequence(request))
         outputs: dict[str, list[int]] = defaultdict(list)

@@ -7,7 +7,7 @@ from collections import defaultdict
 from core.request import FinishReason, GenerateRequest, SamplingParams, StopConditions
 from engine.block_pool import BlockPool
 from engine.scheduler import Progress, Scheduler, SchedulerConfig
-from engine.sequence import ModelLimits
+from engine.sequence import ModelLimits, no_grammars
 from tests.engine.token_memory import TokenMemory
 
 BLOCK_SIZE = 4
@@ -17,12 +17,20 @@ class Bench:
     """One scheduler with its runner, stepped by hand."""
 
     def __init__(
-        self, num_blocks=64, token_budget=16, max_sequences=64, eos=(), context=512, block_size=BLOCK_SIZE, **more
+        self,
+        num_blocks=64,
+        token_budget=16,
+        max_sequences=64,
+        eos=(),
+        context=512,
+        block_size=BLOCK_SIZE,
+        make_matcher=no_grammars,
+        **more,
     ):
         self.pool = BlockPool(num_blocks)
         limits = ModelLimits(block_size, context, tuple(eos))
         config = SchedulerConfig(token_budget, max_sequences, **more)
-        self.scheduler = Scheduler(config, self.pool, limits, b"d" * 32, lambda request: NeverStops())
+        self.scheduler = Scheduler(config, self.pool, limits, b"d" * 32, lambda request: NeverStops(), make_matcher)
         self.memory = TokenMemory(self.pool, block_size)
         self.outputs: defaultdict[str, list[int]] = defaultdict(list)  # by request, and "request/1" for choice 1 and on
         self.planned: list[str] = []  # who was in the latest step

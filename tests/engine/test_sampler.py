@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from core.errors import InvariantBroken
 from core.request import SamplingParams
 from engine.sampler import SORTED_PREFIX, draw, sample, uniform
-from engine.step import SampleSpec, ScoredToken
+from engine.step import DeadEnd, SampleSpec, ScoredToken
 
 CHI_SQUARE_999 = {2: 13.8, 7: 24.3}  # critical values at 0.999 by degrees of freedom; seeds are fixed, so no flakes
 NUM_DRAWS = 8000
@@ -298,3 +298,66 @@ def test_of_equal_logprobs_the_lower_id_comes_first() -> None:
     assert [token for token, _ in scored.logprobs.top] == [17, 40, 49_999, 0, 1]
     [narrow] = draw(logits[:, :2], [_spec(temperature=0.0, top_logprobs=20)])
     assert isinstance(narrow, ScoredToken) and len(narrow.logprobs.top) == 2
+
+
+class FixedGrammar:
+    """An engine.step.GrammarMatcher that allows the same tokens for ever."""
+
+    def __init__(self, *allowed: int) -> None:
+        self._mask = sum(1 << token_id for token_id in allowed).to_bytes(1, "little")
+
+    def mask(self) -> bytes | DeadEnd:
+        return self._mask
+
+    def push(self, token_id: int) -> bool:
+        raise AssertionError("drawing moves no grammar on")
+
+    def fork(self) -> FixedGrammar:
+        return self
+
+
+class EndedGrammar(FixedGrammar):
+    def mask(self) -> bytes | DeadEnd:
+        return DeadEnd("over")
+
+
+def _under(grammar: FixedGrammar, **spec: Any) -> SampleSpec:
+    return replace(_spec(**{"temperature": 0.0, **spec}), grammar=grammar)
+
+
+def test_a_grammar_leaves_what_it_allows() -> None:
+    """Greedy and sampled; a bias cannot bring back what is not allowed, nor min_p and top_k what is masked."""
+    rows = torch.tensor(LOGITS).expand(3, -1)
+    biased = replace(_under(FixedGrammar(0, 5)), sampling=SamplingParams(temperature=0.0, logit_bias=((2, 100.0),)))
+    assert sample(rows, [_under(FixedGrammar(1, 3)), _spec(0.0), biased]) == [3, 2, 0]
+    specs = [_under(FixedGrammar(0, 3, 7), temperature=1.0, position=number) for number in range(NUM_DRAWS)]
+    counts = Counter(sample(torch.tensor(LOGITS).expand(NUM_DRAWS, -1), specs))
+    assert _chi_square(counts, _softmax({token: LOGITS[token] for token in (0, 3, 7)})) < CHI_SQUARE_999[2]  # type: ignore[arg-type]
+
+
+def test_bans_give_way_where_a_grammar_leaves_nothing_else() -> None:
+    """EOS is banned before min_tokens, but a grammar that allows nothing else has come to its end."""
+    rows = torch.tensor(LOGITS).expand(3, -1)
+    end, other = 4, 1
+    specs = [_under(FixedGrammar(end, other), banned=(end,)), _under(FixedGrammar(end), banned=(end, 2))]
+    assert sample(rows, [*specs, _spec(0.0, banned=(2,))]) == [other, end, 6]
+
+
+def test_a_dead_end_is_its_row_s_alone() -> None:
+    rows = torch.tensor(LOGITS).expand(4, -1)
+    specs = [_spec(1.0, seed=3), _under(EndedGrammar(), temperature=1.0, seed=3), _under(FixedGrammar()), _spec(0.0)]
+    alone, ended, empty, best = sample(rows, specs)
+    assert (alone, best) == (sample(rows[:1], specs[:1])[0], 2)
+    assert ended == DeadEnd("over")
+    assert isinstance(empty, DeadEnd) and "no token" in empty.message
+
+
+def test_logprobs_are_the_model_s_own_under_a_grammar() -> None:
+    sampling = SamplingParams(temperature=0.0, top_logprobs=2)
+    free, bound = draw(
+        torch.tensor(LOGITS).expand(2, -1), [SampleSpec(sampling, 0), SampleSpec(sampling, 0, grammar=FixedGrammar(6))]
+    )
+    assert isinstance(free, ScoredToken) and isinstance(bound, ScoredToken)
+    assert bound.token_id == 6
+    assert bound.logprobs.top == free.logprobs.top
+    assert bound.logprobs.drawn == free.logprobs.top[1][1]

@@ -61,6 +61,13 @@ def test_special_tokens_are_read_and_not_shown(tokenizer: Tokenizer) -> None:
     assert tokenizer.decode(ids) == "user"
 
 
+def test_a_plain_encoder_reads_no_special_tokens(tokenizer: Tokenizer) -> None:
+    text = "Say <|im_end|> twice."
+    plain, special = tokenizer.plain_encoder()(text), set(tokenizer.special_token_ids())
+    assert not special & set(plain) and special & set(tokenizer.encode(text))
+    assert tokenizer.decode(plain) == text
+
+
 def test_spellings_join_to_the_text(tokenizer: Tokenizer) -> None:
     for text in TEXTS:
         assert b"".join(tokenizer.spelling(token_id) for token_id in tokenizer.encode(text)) == text.encode()

@@ -14,6 +14,8 @@ from core.messages import StartGeneration, StepOutput
 from core.request import (
     FinishReason,
     GenerateRequest,
+    Grammar,
+    GrammarKind,
     SamplingParams,
     StopConditions,
     TokenDelta,
@@ -64,8 +66,9 @@ SAMPLING = SamplingParams(
     top_logprobs=0,
 )
 STOP = StopConditions(max_tokens=9, min_tokens=2, stop_token_ids=(7,), stop_strings=("\n", "END"), ignore_eos=True)
+GRAMMAR = Grammar(GrammarKind.JSON_SCHEMA, "{}")
 REQUEST = GenerateRequest(
-    "r1", (1, 2, 3), SAMPLING, STOP, cache_salt="salt", tenant="tenant", priority=-3, num_choices=4
+    "r1", (1, 2, 3), SAMPLING, STOP, "salt", "tenant", priority=-3, num_choices=4, grammar=GRAMMAR
 )
 DELTA = TokenDelta(
     request_id="r1",

@@ -11,7 +11,7 @@ import grpc
 import openai
 import pytest
 from aiohttp import web
-from front_fakes import CREATED_S, MODEL, ByteTokenizer, ScriptedDispatcher
+from front_fakes import CREATED_S, MODEL, ByteTokenizer, ScriptedDispatcher, check_grammar
 from prometheus_client import CollectorRegistry
 
 from router.front.generation import Front
@@ -53,6 +53,7 @@ async def front(dispatcher: ScriptedDispatcher, metrics: RouterMetrics) -> Front
         ByteTokenizer(),
         MODEL,
         metrics,
+        check_grammar,
         wall_clock=lambda: CREATED_S,
         new_request_id=lambda: f"r{next(numbers)}",
     )

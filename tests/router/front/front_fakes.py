@@ -7,7 +7,7 @@ import codecs
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 
 from core.errors import BadRequest
-from core.request import FinishReason, GenerateRequest, Placement, TokenDelta, TokenLogprobs, WorkUsage
+from core.request import FinishReason, GenerateRequest, Grammar, Placement, TokenDelta, TokenLogprobs, WorkUsage
 from router.front.intake import ServedModel
 
 END = 256
@@ -22,6 +22,12 @@ MODEL = ServedModel(
 CREATED_S = 1_700_000_123.9
 
 Script = Callable[[GenerateRequest], AsyncGenerator[TokenDelta, None]]
+
+
+async def check_grammar(grammar: Grammar) -> None:
+    """Takes every grammar without the word "wrong" in it."""
+    if "wrong" in grammar.source:
+        raise BadRequest("grammar", "does not compile")
 
 
 class ByteTokenizer:

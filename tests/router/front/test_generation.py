@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 import pytest
-from front_fakes import MODEL, ByteTokenizer, ScriptedDispatcher, says
+from front_fakes import MODEL, ByteTokenizer, ScriptedDispatcher, check_grammar, says
 
 from core.errors import BadRequest, Rejected, RejectReason
 from core.request import FinishReason, GenerateRequest, Placement, TokenDelta, WorkUsage
@@ -76,7 +76,7 @@ async def test_a_choice_that_a_stop_string_ended_says_nothing_more(
 async def test_latencies_are_those_of_each_choice(dispatcher: ScriptedDispatcher, metrics: RouterMetrics) -> None:
     """Three tokens a second for each of two choices are no six tokens a second."""
     now_s = [100.0]
-    front = Front(dispatcher, ByteTokenizer(), MODEL, metrics, clock=lambda: now_s[0])
+    front = Front(dispatcher, ByteTokenizer(), MODEL, metrics, check_grammar, clock=lambda: now_s[0])
 
     async def script(request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
         for position in range(3):
@@ -133,7 +133,7 @@ async def test_a_long_prompt_is_tokenised_off_the_loop() -> None:
             threads.append(threading.get_ident())
             return super().encode(text)[:1]
 
-    intake = Intake(Watched(), MODEL)
+    intake = Intake(Watched(), MODEL, check_grammar)
     await intake.prepare(replace(DRAFT, prompt="x" * INLINE_CHARACTERS))
     await intake.prepare(replace(DRAFT, prompt="x" * (INLINE_CHARACTERS + 1)))
     assert threads[0] == threading.get_ident()

@@ -42,7 +42,6 @@ BAD_CHAT: list[tuple[dict[str, Any], str, str | None]] = [
     ({"max_completion_tokens": 5, "max_tokens": 6}, "max_completion_tokens", None),
     ({"tools": [{}]}, "tools", "unsupported_value"),
     ({"tool_choice": "required"}, "tool_choice", "unsupported_value"),
-    ({"response_format": {"type": "json_object"}}, "response_format", "unsupported_value"),
     ({"logprobs": 1}, "logprobs", None),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", None),
     ({"logprobs": True, "top_logprobs": -1}, "top_logprobs", None),
