@@ -79,6 +79,7 @@ class WorkerHost:
         """Raises BadModel or BadRequest: the configuration cannot be served."""
         self._config = config
         self._draining = False
+        self._orphaned_blocks = 0
         self._tasks = BackgroundTasks(self._broken)
         self._ref = WorkerRef(config.worker_id, config.incarnation)
         self._engine: Engine = await asyncio.to_thread(build_engine, config)
@@ -293,6 +294,7 @@ class WorkerHost:
         """Once for each time that all work has ended: every block is in one place, and nobody holds any."""
         pool = self._engine.pool
         pool.check()
+        self._orphaned_blocks = pool.num_used
         if pool.num_used:
             log_state(logger, logging.ERROR, worker_id=self._ref, state="orphaned", num_blocks=pool.num_used)
 
@@ -333,6 +335,8 @@ class WorkerHost:
             quarantined_blocks=load.quarantined_blocks,
             running_requests=load.running_requests,
             waiting_requests=load.waiting_requests,
+            open_requests=len(self._role),
+            orphaned_blocks=self._orphaned_blocks,
             open_handoffs=len(self._handoffs),
             preemptions=self._engine.scheduler.num_preemptions,
             pushes_in_flight=transfer.in_flight,

@@ -100,12 +100,13 @@ class Fail:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """Workers were chosen: for logs, metrics and `explain`."""
+    """Workers were chosen: for logs, metrics and `explain`. waited_s: since the request came."""
 
     request_id: str
     attempt: int
     attempt_id: str
     choice: Choice
+    waited_s: float
 
 
 Effect = Send | Deliver | Fail | Planned
@@ -134,6 +135,7 @@ class _Output:
 class _Flow:
     request: GenerateRequest
     placement: Placement
+    arrived_s: float
     deadline_s: float
     queue_deadline_s: float
     stage: Stage = Stage.QUEUED
@@ -183,7 +185,8 @@ class Dispatcher:
         if decodes and not filter_fitting(decodes, request):
             most_tokens = request.num_prompt_tokens + request.stop.max_tokens
             raise BadRequest("max_tokens", f"prompt and output, {most_tokens} tokens, fit into no worker's KV pool")
-        flow = _Flow(request, placement, now + self._config.request_timeout_s, now + self._config.queue_timeout_s)
+        deadline_s, queue_deadline_s = now + self._config.request_timeout_s, now + self._config.queue_timeout_s
+        flow = _Flow(request, placement, now, deadline_s, queue_deadline_s)
         self._flows[request.request_id] = flow
         return self._plan(flow, now)
 
@@ -258,7 +261,7 @@ class Dispatcher:
         self._view.prefills(choice.prefill or choice.decode).begin(num_tokens)
         flow.prefill_open, flow.prefill_begun_s = True, now
         request = replace(flow.request, request_id=flow.attempt_id)
-        planned = Planned(flow.request.request_id, flow.attempt, flow.attempt_id, choice)
+        planned = Planned(flow.request.request_id, flow.attempt, flow.attempt_id, choice, now - flow.arrived_s)
         if choice.prefill is None:
             flow.move(Stage.DECODING)
             return [planned, Send(choice.decode, StartGeneration(request))]

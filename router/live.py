@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import suppress
 from typing import Final
@@ -19,10 +19,12 @@ from router.dispatcher import Deliver, Dispatcher, Effect, Fail, Planned, Send
 from router.view import ClusterView
 from router.worker_link import WorkerLink
 from telemetry.logs import log_state
+from telemetry.metrics import RouterState, RoutingMetrics
 from telemetry.tasks import Spawn
 
 logger = logging.getLogger(__name__)
 
+LIVES: Final = (Life.STARTING, Life.READY, Life.DRAINING)  # one that is GONE is no longer known
 MAX_DEATHS: Final = 1024  # last deaths told to each worker that links up
 
 
@@ -32,10 +34,11 @@ class LiveDispatcher:
     spawn: runs a task and watches over it.
     """
 
-    def __init__(self, config: RouterConfig, router_id: str, spawn: Spawn) -> None:
+    def __init__(self, config: RouterConfig, router_id: str, spawn: Spawn, metrics: RoutingMetrics) -> None:
         self._config = config
         self._router_id = router_id
         self._spawn = spawn
+        self._metrics = metrics
         self.view = ClusterView()
         self._dispatcher = Dispatcher(config.dispatcher, self.view, router_id)
         self._links: dict[WorkerRef, WorkerLink] = {}
@@ -51,6 +54,20 @@ class LiveDispatcher:
     @property
     def num_queued(self) -> int:
         return self._dispatcher.num_queued
+
+    def state(self) -> RouterState:
+        """For a scrape."""
+        workers = self.view.workers()
+        decodes = [worker for worker in workers if worker.info.role is Role.DECODE]
+        lives: dict[tuple[str, str], int] = {(role, life): 0 for role in Role for life in LIVES}
+        lives.update(Counter((worker.info.role, worker.life) for worker in workers))
+        return RouterState(
+            queued_requests=self.num_queued,
+            workers=lives,
+            held_blocks=sum(worker.load.used_blocks + worker.load.quarantined_blocks for worker in decodes),
+            num_blocks=sum(worker.info.num_blocks for worker in decodes),
+            block_size=max((worker.info.block_size for worker in decodes), default=0),
+        )
 
     def why_not_ready(self) -> str | None:
         """What is missing to serve a request, or None."""
@@ -152,6 +169,8 @@ class LiveDispatcher:
     def _lost(self, ref: WorkerRef, reason: str) -> None:
         log_state(logger, logging.WARNING, worker_id=ref, state="gone", reason=reason)
         self._links.pop(ref, None)
+        if (worker := self.view.get(ref)) is not None:
+            self._metrics.worker_lost(worker.info.role)
         self._perform(self._dispatcher.worker_lost(ref, time.monotonic()))
 
     def _perform(self, effects: Iterable[Effect]) -> None:
@@ -165,7 +184,8 @@ class LiveDispatcher:
                         self._put(request_id, None)
                 case Fail(request_id, error):
                     self._put(request_id, error)
-                case Planned(request_id, _attempt, attempt_id, choice):
+                case Planned(request_id, attempt, attempt_id, choice, waited_s):
+                    self._metrics.planned(choice.reason, attempt, waited_s)
                     log_state(
                         logger,
                         request_id=request_id,

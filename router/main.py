@@ -23,7 +23,7 @@ from router.front.intake import ServedModel
 from router.front.openai_http import build_http_app, build_http_runner
 from router.live import LiveDispatcher
 from router.registry_service import SERVICE_NAME, RegistryServicer
-from telemetry.metrics import RouterMetrics
+from telemetry.metrics import RouterMetrics, RouterStateCollector, RoutingMetrics
 from telemetry.tasks import EXIT_INVARIANT_BROKEN, BackgroundTasks, end_process
 
 logger = logging.getLogger(__name__)
@@ -44,10 +44,13 @@ class RouterProcess:
     async def start(self, config: RouterConfig) -> RouterEndpoints:
         """Listen for clients and workers. Raises: OSError: an address is taken. BadModel: no folder to serve from."""
         self._drain_timeout_s = config.drain_timeout_s
-        self._dispatcher = LiveDispatcher(config, f"router-{secrets.token_hex(4)}", self._tasks.spawn)
+        registry = CollectorRegistry()
+        routing = RoutingMetrics(registry)
+        self._dispatcher = LiveDispatcher(config, f"router-{secrets.token_hex(4)}", self._tasks.spawn, routing)
+        registry.register(RouterStateCollector(self._dispatcher.state, config.model_name))
         tokenizer = Tokenizer.load(config.model_folder)
         model = _served_model(config, tokenizer)
-        metrics = RouterMetrics(CollectorRegistry(), config.model_name)
+        metrics = RouterMetrics(registry, config.model_name)
         self._grammars = GrammarGate(config.model_folder, model.vocab_size)
         self._tasks.spawn(self._grammars.start())
         front = Front(self._dispatcher, tokenizer, model, metrics, self._grammars.check)

@@ -7,7 +7,7 @@ id, a tenant or a text. Each class registers its metrics once, in the registry h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
@@ -95,6 +95,72 @@ class VllmRouterMetrics:
         self._success.labels(self._model_name, reason).inc()
 
 
+class RoutingMetrics:
+    """What the dispatcher counts: why each prompt is prefilled where it is, how long requests waited for workers."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._plans = Counter("tandem_router_plans_total", "Workers chosen, by reason.", ["reason"], registry=registry)
+        self._replans = Counter(
+            "tandem_router_replans_total", "Plans after a first one that came to nothing.", registry=registry
+        )
+        self._queue_s = Histogram(
+            "tandem_router_queue_seconds", "Arrival to first plan.", buckets=TTFT_BUCKETS_S, registry=registry
+        )
+        self._workers_lost = Counter(
+            "tandem_router_workers_lost_total", "Workers given up or dead.", ["role"], registry=registry
+        )
+
+    def planned(self, reason: str, attempt: int, waited_s: float) -> None:
+        """Count a plan; `attempt` is 1 for a request's first one."""
+        self._plans.labels(reason).inc()
+        if attempt == 1:
+            self._queue_s.observe(waited_s)
+        else:
+            self._replans.inc()
+
+    def worker_lost(self, role: str) -> None:
+        """Count a worker that is gone, by its role."""
+        self._workers_lost.labels(role).inc()
+
+
+@dataclass(frozen=True, slots=True)
+class RouterState:
+    """What a router is asked for at each scrape. workers: number by (role, life). Blocks: of decode workers."""
+
+    queued_requests: int
+    workers: Mapping[tuple[str, str], int]
+    held_blocks: int  # used or quarantined
+    num_blocks: int
+    block_size: int
+
+
+class RouterStateCollector(Collector):
+    """Reads the dispatcher's view when it is scraped; the KV pools under the names of the model-server protocol too."""
+
+    def __init__(self, read_state: Callable[[], RouterState], model_name: str) -> None:
+        self._read_state = read_state
+        self._model_name = model_name
+
+    def describe(self) -> Iterable[Metric]:
+        """Names without values, as in WorkerStateCollector."""
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        state = self._read_state()
+        yield GaugeMetricFamily("tandem_router_queued_requests", "Requests without workers.", state.queued_requests)
+        workers = GaugeMetricFamily("tandem_router_workers", "Workers known.", labels=["role", "life"])
+        for (role, life), number in state.workers.items():
+            workers.add_metric([role, life], number)
+        yield workers
+        usage = GaugeMetricFamily("vllm:kv_cache_usage_perc", "Held KV blocks, from 0 to 1.", labels=["model_name"])
+        usage.add_metric([self._model_name], state.held_blocks / max(1, state.num_blocks))
+        yield usage
+        names = ["model_name", "block_size", "num_gpu_blocks"]
+        config = GaugeMetricFamily("vllm:cache_config_info", "Shape of the KV pools.", labels=names)
+        config.add_metric([self._model_name, str(state.block_size), str(state.num_blocks)], 1)
+        yield config
+
+
 class BlockState(StrEnum):
     """What a KV block of a worker is doing."""
 
@@ -142,6 +208,8 @@ class WorkerState:
     quarantined_blocks: int
     running_requests: int
     waiting_requests: int
+    open_requests: int
+    orphaned_blocks: int
     open_handoffs: int
     preemptions: int
     pushes_in_flight: int
@@ -241,6 +309,10 @@ class WorkerStateCollector(Collector):
         yield blocks
         yield GaugeMetricFamily("tandem_worker_running_requests", "Requests in the batch.", state.running_requests)
         yield GaugeMetricFamily("tandem_worker_waiting_requests", "Requests not begun.", state.waiting_requests)
+        yield GaugeMetricFamily("tandem_worker_open_requests", "Requests not ended here.", state.open_requests)
+        yield GaugeMetricFamily(
+            "tandem_worker_orphaned_blocks", "Blocks held when all work had last ended.", state.orphaned_blocks
+        )
         yield GaugeMetricFamily("tandem_kv_handoffs_open", "Hand-offs not ended on this side.", state.open_handoffs)
         yield GaugeMetricFamily(
             "tandem_kv_transfer_in_flight", "Operations posted and not settled.", state.pushes_in_flight

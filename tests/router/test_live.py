@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from core.membership import Role, WorkerInfo, WorkerLoad, WorkerRef
 from core.messages import Answer, CancelRequest, Command, PeerDead, StepOutput
@@ -17,6 +18,7 @@ from core.request import FinishReason, GenerateRequest, Placement, SamplingParam
 from router import live
 from router.config import RouterConfig
 from router.live import LiveDispatcher
+from telemetry.metrics import RouterStateCollector, RoutingMetrics
 
 WORKER = WorkerInfo(WorkerRef("decode-0", "a"), Role.DECODE, "nowhere:1", b"digest", 16, 1024, 64, 512)
 REQUEST = GenerateRequest("r1", (1, 2, 3), SamplingParams(), StopConditions(max_tokens=4))
@@ -33,7 +35,7 @@ class StubLink:
         on_closed: Callable[[str], None],
         spawn: object,
     ) -> None:
-        self.on_open, self.on_answer = on_open, on_answer
+        self.on_open, self.on_answer, self.on_closed = on_open, on_answer, on_closed
         self.sent: list[Command] = []
 
     def send(self, command: Command) -> None:
@@ -43,9 +45,14 @@ class StubLink:
         pass
 
 
+def live_dispatcher(registry: CollectorRegistry) -> LiveDispatcher:
+    config = RouterConfig(Path("model"), "model")
+    return LiveDispatcher(config, "router-0", asyncio.ensure_future, RoutingMetrics(registry))
+
+
 async def test_a_slow_client_ends_in_order_after_the_links_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live, "WorkerLink", StubLink)
-    dispatcher = LiveDispatcher(RouterConfig(Path("model"), "model"), "router-0", asyncio.ensure_future)
+    dispatcher = live_dispatcher(CollectorRegistry())
     dispatcher.announce(WORKER, WorkerLoad(), draining=False)
     link: Any = dispatcher._links[WORKER.ref]
     link.on_open()
@@ -62,7 +69,7 @@ async def test_a_slow_client_ends_in_order_after_the_links_are_closed(monkeypatc
 
 async def test_a_stream_ends_with_the_last_of_its_choices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live, "WorkerLink", StubLink)
-    dispatcher = LiveDispatcher(RouterConfig(Path("model"), "model"), "router-0", asyncio.ensure_future)
+    dispatcher = live_dispatcher(CollectorRegistry())
     dispatcher.announce(WORKER, WorkerLoad(), draining=False)
     link: Any = dispatcher._links[WORKER.ref]
     link.on_open()
@@ -84,10 +91,40 @@ async def test_a_stream_ends_with_the_last_of_its_choices(monkeypatch: pytest.Mo
 async def test_a_worker_that_links_up_later_hears_of_earlier_deaths(monkeypatch: pytest.MonkeyPatch) -> None:
     """A new router is told of a death before any worker has found it; one may keep blocks locked for the dead."""
     monkeypatch.setattr(live, "WorkerLink", StubLink)
-    dispatcher = LiveDispatcher(RouterConfig(Path("model"), "model"), "router-0", asyncio.ensure_future)
+    dispatcher = live_dispatcher(CollectorRegistry())
     dead = WorkerRef("prefill-0", "1")
     await dispatcher.report_death(dead)
     dispatcher.announce(WORKER, WorkerLoad(), draining=False)
     link: Any = dispatcher._links[WORKER.ref]
     link.on_open()
     assert link.sent == [PeerDead(dead)]
+
+
+async def test_what_a_scrape_sees_of_routing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "WorkerLink", StubLink)
+    registry = CollectorRegistry()
+    dispatcher = live_dispatcher(registry)
+    registry.register(RouterStateCollector(dispatcher.state, "tiny"))
+    value = registry.get_sample_value
+    waiting = asyncio.ensure_future(anext(dispatcher.generate(REQUEST, Placement.AUTO)))
+    await asyncio.sleep(0)
+    assert value("tandem_router_queued_requests") == 1
+    for _ in range(2):  # the second time it is known, and its load is kept
+        dispatcher.announce(WORKER, WorkerLoad(used_blocks=16), draining=False)
+    assert value("tandem_router_workers", {"role": "decode", "life": "starting"}) == 1
+    link: Any = dispatcher._links[WORKER.ref]
+    link.on_open()
+    assert value("tandem_router_queued_requests") == 0
+    assert value("tandem_router_plans_total", {"reason": "no_prefill_worker"}) == 1
+    assert value("tandem_router_queue_seconds_count") == 1
+    assert value("vllm:kv_cache_usage_perc", {"model_name": "tiny"}) == 16 / 64
+    link.on_closed("gone")
+    assert value("tandem_router_workers_lost_total", {"role": "decode"}) == 1
+    assert value("tandem_router_workers", {"role": "decode", "life": "ready"}) == 0
+    again = replace(WORKER, ref=WorkerRef("decode-0", "b"))
+    dispatcher.announce(again, WorkerLoad(), draining=False)
+    dispatcher._links[again.ref].on_open()  # type: ignore[attr-defined]
+    assert value("tandem_router_replans_total") == 1
+    assert value("tandem_router_queue_seconds_count") == 1  # once a request
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, generate_latest
 
-from telemetry.metrics import PushOutcome, RouterMetrics, WorkerMetrics, WorkerState
+from telemetry.metrics import (
+    PushOutcome,
+    RouterMetrics,
+    RouterState,
+    RouterStateCollector,
+    RoutingMetrics,
+    WorkerMetrics,
+    WorkerState,
+)
 
 ROUTER_FAMILIES = {
     "tandem_kv_bytes_moved",
@@ -13,10 +21,18 @@ ROUTER_FAMILIES = {
     "tandem_prompt_tokens",
     "tandem_rejected",
     "tandem_requests",
+    "tandem_router_plans",
+    "tandem_router_queue_seconds",
+    "tandem_router_queued_requests",
+    "tandem_router_replans",
+    "tandem_router_workers",
+    "tandem_router_workers_lost",
     "tandem_tpot_seconds",
     "tandem_ttft_seconds",
+    "vllm:cache_config_info",
     "vllm:e2e_request_latency_seconds",
     "vllm:inter_token_latency_seconds",
+    "vllm:kv_cache_usage_perc",
     "vllm:num_requests_running",
     "vllm:num_requests_waiting",
     "vllm:prefix_cache_hits",
@@ -42,6 +58,8 @@ WORKER_FAMILIES = {
     "tandem_prefix_index_errors",
     "tandem_prefix_lookups",
     "tandem_worker_blocks",
+    "tandem_worker_open_requests",
+    "tandem_worker_orphaned_blocks",
     "tandem_worker_preemptions",
     "tandem_worker_running_requests",
     "tandem_worker_step_seconds",
@@ -56,6 +74,8 @@ STATE = WorkerState(
     quarantined_blocks=1,
     running_requests=3,
     waiting_requests=4,
+    open_requests=7,
+    orphaned_blocks=0,
     open_handoffs=0,
     preemptions=6,
     pushes_in_flight=2,
@@ -70,6 +90,8 @@ STATE = WorkerState(
 def test_router_series_are_public() -> None:
     registry = CollectorRegistry()
     RouterMetrics(registry, "tiny")
+    RoutingMetrics(registry)
+    registry.register(RouterStateCollector(lambda: RouterState(0, {}, 0, 0, 0), "tiny"))
     assert {family.name for family in registry.collect()} == ROUTER_FAMILIES
 
 
