@@ -144,6 +144,7 @@ class GenerateRequest:
     `tenant` comes from authentication at the edge, never from a client's field.
     `priority`: lower goes first, as in vLLM, which clients know; above 0 is batch work, which gets what the rest leaves
     and is preempted first. What it is worth is bounded: engine/waiting_line.py.
+    `output_token_ids`: output that is out already; generation goes on after it, as if it had never been interrupted.
     """
 
     request_id: str
@@ -155,16 +156,26 @@ class GenerateRequest:
     priority: int = 0
     num_choices: int = 1
     grammar: Grammar | None = None
+    output_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         _require_between("n", self.num_choices, 1, MAX_CHOICES)
         if not self.prompt_token_ids:
             raise BadRequest("prompt", "must hold at least one token")
         _require_between("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)
+        if self.output_token_ids and self.num_choices != 1:
+            raise BadRequest("output_token_ids", "only one choice can go on")
+        if len(self.output_token_ids) >= self.stop.max_tokens:
+            raise BadRequest("output_token_ids", f"max_tokens = {self.stop.max_tokens} leaves nothing to generate")
 
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.prompt_token_ids)
+
+    @property
+    def num_given_tokens(self) -> int:
+        """Tokens to compute before the next one can be drawn."""
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,8 +29,8 @@ from core.identity import namespace
 from core.membership import WorkerLoad
 from core.request import FinishReason, GenerateRequest, TokenDelta, WorkUsage
 from engine.block_pool import BlockPool
-from engine.sequence import MatcherFactory, ModelLimits, Sequence, StopWatchFactory, no_grammars
-from engine.step import DeadEnd, Drawn, ScoredToken, StepPlan
+from engine.sequence import MatcherFactory, ModelLimits, Sequence, StopWatch, StopWatchFactory, no_grammars
+from engine.step import DeadEnd, Drawn, GrammarMatcher, ScoredToken, StepPlan
 from engine.waiting_line import WaitingLine, rank
 
 
@@ -134,9 +134,10 @@ class Scheduler:
         Raises: BadRequest: not even one choice can ever fit; several need not fit together, some are then preempted.
             Or its grammar is not one.
         """
-        most_tokens = request.num_prompt_tokens + (1 if prefill_only else request.stop.max_tokens)
-        if request.num_prompt_tokens >= self.limits.max_context_tokens:
-            raise BadRequest("prompt", f"{request.num_prompt_tokens} tokens leave no room in the context")
+        given = request.num_given_tokens
+        most_tokens = given + 1 if prefill_only else request.num_prompt_tokens + request.stop.max_tokens
+        if given >= self.limits.max_context_tokens:
+            raise BadRequest("prompt", f"{given} tokens leave no room in the context")
         capacity_tokens = self.pool.num_blocks * self.limits.block_size
         if min(most_tokens, self.limits.max_context_tokens) > capacity_tokens:
             raise BadRequest("max_tokens", f"{most_tokens} tokens never fit into a KV pool of {capacity_tokens}")
@@ -146,12 +147,12 @@ class Scheduler:
             limits=self.limits,
             namespace=namespace(self._identity_digest, request.tenant, request.cache_salt),
             prefill_only=prefill_only,
-            watch=self._make_watch(request) if request.stop.stop_strings else None,
-            tokens=list(request.prompt_token_ids),
+            watch=self._watch_of(request),
+            tokens=[*request.prompt_token_ids, *request.output_token_ids],
             num_choices=request.num_choices,
             sampling=request.sampling,
             arrived_step=self.num_steps,
-            grammar=self._make_matcher(request.grammar) if request.grammar is not None else None,
+            grammar=self._matcher_of(request),
             due_step=self.num_steps + request.priority * self.config.ageing_steps,
             number=self._num_sequences,
         )
@@ -193,7 +194,7 @@ class Scheduler:
         self._running[sequence] = None
         sequence.blocks = blocks
         num_intact = len(blocks) if num_intact is None else num_intact
-        sequence.num_computed = min(sequence.request.num_prompt_tokens, num_intact * self.limits.block_size)
+        sequence.num_computed = min(sequence.num_known, num_intact * self.limits.block_size)
         self._cache_full_blocks(sequence)
         alive = []
         for choice, first_token in zip(self._fork(sequence), first_tokens, strict=True):
@@ -251,7 +252,7 @@ class Scheduler:
                 self._forget(sequence)
                 continue
             sequence.num_computed = item.end
-            sequence.num_computed_prompt += max(0, min(item.end, sequence.request.num_prompt_tokens) - item.start)
+            sequence.num_computed_prompt += max(0, min(item.end, sequence.request.num_given_tokens) - item.start)
             self._cache_full_blocks(sequence)
             progress.append(self._advance(sequence, answer))
         return progress
@@ -272,6 +273,24 @@ class Scheduler:
         if sequence.request_id in self._sequences:
             raise InvariantBroken(f"request {sequence.request_id} is already scheduled")
         self._sequences[sequence.request_id] = [sequence]
+
+    def _matcher_of(self, request: GenerateRequest) -> GrammarMatcher | None:
+        """One that stands behind what is out already."""
+        if request.grammar is None:
+            return None
+        matcher = self._make_matcher(request.grammar)
+        for token_id in request.output_token_ids:
+            matcher.push(token_id)
+        return matcher
+
+    def _watch_of(self, request: GenerateRequest) -> StopWatch | None:
+        """One that has seen what is out already."""
+        if not request.stop.stop_strings:
+            return None
+        watch = self._make_watch(request)
+        for token_id in request.output_token_ids:
+            watch.push(token_id)
+        return watch
 
     def _fork(self, sequence: Sequence) -> list[Sequence]:
         """The choices of a running sequence, all running; they share its blocks."""
@@ -330,7 +349,7 @@ class Scheduler:
             sequence = taken.sequence
             sequence.blocks = taken.hits + taken.fresh
             sequence.num_computed = len(taken.hits) * self.limits.block_size
-            if sequence.num_output == 0:
+            if sequence.num_known == sequence.request.num_given_tokens:
                 sequence.num_cached_prompt = sequence.num_computed
             self._running[sequence] = None
             chosen[sequence] = min(budget, sequence.num_uncomputed)

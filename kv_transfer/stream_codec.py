@@ -208,6 +208,7 @@ def _encode_request(request: GenerateRequest) -> pb.WorkerRequest:
         priority=request.priority,
         num_choices=request.num_choices,
         grammar=_encode_grammar(request.grammar),
+        output_token_ids=request.output_token_ids,
     )
 
 
@@ -239,6 +240,7 @@ def _decode_request(message: pb.WorkerRequest) -> GenerateRequest:
         priority=message.priority,
         num_choices=message.num_choices,
         grammar=_decode_grammar(message.grammar) if message.HasField("grammar") else None,
+        output_token_ids=tuple(message.output_token_ids),
     )
 
 

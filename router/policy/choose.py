@@ -57,7 +57,7 @@ def choose(
         if placement is Placement.REMOTE:
             return Choice(decode, prefill, ChoiceReason.ASKED, scores)
         queues = view.prefills(prefill), view.prefills(decode)
-        if remote_pays(request.num_prompt_tokens, *queues, local_prefill_cost):
+        if remote_pays(request.num_given_tokens, *queues, local_prefill_cost):
             return Choice(decode, prefill, ChoiceReason.PREFILL_POOL, scores)
         return Choice(decode, None, ChoiceReason.PREFILL_POOL_BUSY, scores)
     return None if placement is Placement.REMOTE else _local(decodes, ChoiceReason.NO_PREFILL_WORKER)

@@ -26,6 +26,7 @@ class EngineRun:
         self.pool = BlockPool(len(runner.kv_pool))
         self.num_preemptions = 0
         self.cached_tokens: dict[str, int] = {}
+        self._given: dict[str, int] = {}  # how much of each request's output was out before
 
     def generate(
         self, requests: Iterable[GenerateRequest], config: SchedulerConfig, disturb: random.Random | None = None
@@ -36,6 +37,7 @@ class EngineRun:
         """
         scheduler = Scheduler(config, self.pool, self._limits, b"d" * 32, _no_stop_strings, self._make_matcher)
         for request in requests:
+            self._given[request.request_id] = len(request.output_token_ids)
             scheduler.add(scheduler.new_sequence(request))
         outputs: dict[str, list[int]] = defaultdict(list)
         taken: list[int] = []
@@ -67,7 +69,7 @@ class EngineRun:
 
     def _take(self, delta: TokenDelta, outputs: dict[str, list[int]]) -> None:
         name = f"{delta.request_id}/{delta.choice}" if delta.choice else delta.request_id
-        assert delta.position == len(outputs[name])
+        assert delta.position == self._given[delta.request_id] + len(outputs[name])
         outputs[name] += delta.token_ids
         if delta.usage is not None:
             self.cached_tokens[delta.request_id] = delta.usage.cached_tokens

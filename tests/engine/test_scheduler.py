@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -270,3 +271,44 @@ def test_logprobs_reach_the_delta() -> None:
     scored, bare = bench.scheduler.commit(plan, [(ScoredToken(7, logprobs),), (8,)])
     assert [(delta.token_ids, delta.logprobs) for delta in scored.deltas] == [((7,), (logprobs,))]
     assert [(delta.token_ids, delta.logprobs) for delta in bare.deltas] == [((8,), ())]
+
+
+class EndsAfter:
+    """A stop watch over token ids: the stop string is complete when its last tokens are these."""
+
+    def __init__(self, *tokens: int) -> None:
+        self.tokens = list(tokens)
+        self.seen: list[int] = []
+
+    def push(self, token_id: int) -> str | None:
+        self.seen.append(token_id)
+        return "stop" if self.seen[-len(self.tokens) :] == self.tokens else None
+
+
+@pytest.mark.parametrize("num_out", range(1, 10))
+def test_a_request_goes_on_after_the_output_that_is_out(num_out: int) -> None:
+    """Wherever it is cut: positions, max_tokens, and a stop string of which the first half is out already."""
+    prompt = tuple(range(20))
+    whole = undisturbed(prompt, 10)
+
+    def run(max_tokens: int, watched: tuple[int, ...]) -> tuple[list[int], FinishReason]:
+        bench = Bench()
+        bench.scheduler._make_watch = lambda _request: EndsAfter(*watched)
+        item = replace(
+            request("r", prompt, max_tokens=max_tokens, stop_strings=("stop",)), output_token_ids=tuple(whole[:num_out])
+        )
+        bench.outputs["r"] = list(item.output_token_ids)  # its positions go on
+        bench.add(item)
+        bench.run()
+        bench.assert_empty()
+        return bench.outputs["r"], bench.finished["r"]
+
+    assert run(10, (-1,)) == (whole, FinishReason.LENGTH)
+    assert run(100, tuple(whole[num_out - 1 : num_out + 1])) == (whole[: num_out + 1], FinishReason.STOP)
+
+
+def test_output_that_leaves_nothing_to_generate_is_refused() -> None:
+    with pytest.raises(BadRequest, match="output_token_ids"):
+        replace(request("r", range(4), max_tokens=2), output_token_ids=(1, 2))
+    with pytest.raises(BadRequest, match="output_token_ids"):
+        replace(request("r", range(4), max_tokens=9), output_token_ids=(1, 2), num_choices=2)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.errors import BadRequest, Rejected, RejectReason, TransferFailed, WorkerLost
+from core.errors import BadRequest, Rejected, RejectReason, TransferFailed
 from core.handoff import HandoffTicket
 from core.membership import Role, WorkerInfo, WorkerLoad, WorkerRef
 from core.messages import (
@@ -190,17 +190,41 @@ def test_a_choice_that_breaks_ends_the_others() -> None:
     cluster.assert_idle()
 
 
-def test_one_choice_that_is_out_forbids_a_second_attempt() -> None:
+def starts(effects: list[Effect]) -> list[GenerateRequest]:
+    """What decode workers were asked to generate."""
+    return [command.request for command in commands(effects) if isinstance(command, StartGeneration | ReserveBlocks)]
+
+
+def test_choices_that_are_out_go_on_one_by_one_and_those_that_ended_do_not() -> None:
     cluster = Cluster("d1", "d2")
-    planned = cluster.submit(num_choices=2)[0]
+    [planned, _send] = cluster.submit(num_choices=3)
     assert isinstance(planned, Planned)
-    decode = planned.choice.decode
-    cluster.say(decode.worker_id, delta(0, 50, choice=1))
-    assert isinstance(failure(cluster.dispatcher.worker_lost(decode, 0.0)), WorkerLost)
-    planned, _send = cluster.submit("other", num_choices=2)
-    assert isinstance(planned, Planned)  # and one of which nothing is out is planned again
-    cluster.join("d3")
-    assert any(isinstance(item, Planned) for item in cluster.dispatcher.worker_lost(planned.choice.decode, 0.0))
+    lost = planned.choice.decode
+    cluster.say(lost.worker_id, delta(0, 50, choice=1), delta(1, 51, choice=1))
+    cluster.say(lost.worker_id, delta(0, 60, choice=2, finish=FinishReason.STOP))
+    effects = cluster.dispatcher.worker_lost(lost, 0.0)
+    first, second = starts(effects)
+    assert [item.output_token_ids for item in (first, second)] == [(), (50, 51)]
+    sampling = request("r").sampling
+    assert [item.sampling for item in (first, second)] == [sampling.for_choice(0), sampling.for_choice(1)]
+    [other] = {effect.worker.worker_id for effect in effects if isinstance(effect, Send)}
+    assert other != lost.worker_id
+    said = cluster.say(other, delta(2, 52, attempt=second.request_id, finish=FinishReason.LENGTH))
+    assert [(item.delta.choice, item.delta.position) for item in said if isinstance(item, Deliver)] == [(1, 2)]
+    cluster.say(other, delta(0, 40, attempt=first.request_id, finish=FinishReason.LENGTH))
+    cluster.assert_idle()
+
+
+def test_a_choice_that_goes_on_and_is_lost_again_draws_as_it_did_before() -> None:
+    cluster = Cluster("d1")
+    cluster.submit(num_choices=2)
+    cluster.say("d1", delta(0, 50, choice=1), delta(0, 60, choice=0, finish=FinishReason.STOP))
+    for life, position in (("2", 1), ("3", 2)):
+        cluster.dispatcher.worker_lost(cluster.refs["d1"], 0.0)
+        [again] = starts(cluster.join("d1", life=life))
+        assert again.sampling == request("r").sampling.for_choice(1)
+        assert len(again.output_token_ids) == position
+        cluster.say("d1", delta(position, 51, attempt=again.request_id))
 
 
 @pytest.mark.parametrize(
@@ -367,14 +391,51 @@ def test_a_worker_lost_before_the_first_token_is_planned_again_elsewhere(dead: s
     assert delivered(cluster.say(again.choice.prefill.worker_id, delta(0, 9, attempt="r#x.1"))) == []
 
 
-def test_a_decode_worker_lost_after_the_first_token_ends_the_request_with_a_clear_error() -> None:
-    cluster = Cluster("p1", "d1")
-    cluster.submit()
-    cluster.reserved()
+def test_a_decode_worker_lost_after_the_first_token_is_continued_from_the_latest_one() -> None:
+    cluster = Cluster("p1", "d1", "d2")
+    planned = cluster.submit()[0]
+    assert isinstance(planned, Planned)
+    lost = planned.choice.decode
+    cluster.reserved(decode=lost.worker_id)
     cluster.say("p1", delta(0, 50))
-    error = failure(cluster.dispatcher.worker_lost(cluster.refs["d1"], 0.0))
-    assert isinstance(error, WorkerLost) and error.worker_id == "d1"
+    cluster.say(lost.worker_id, delta(1, 51), delta(3, 53))  # the last one overtook a token that never came
+    effects = cluster.dispatcher.worker_lost(lost, 0.0)
+    assert not any(isinstance(effect, Fail) for effect in effects)
+    [again] = starts(effects)
+    assert (again.prompt_token_ids, again.output_token_ids) == (request().prompt_token_ids, (50, 51))
+    other = {"d1": "d2", "d2": "d1"}[lost.worker_id]
+    cluster.reserved(again.request_id, decode=other)
+    assert delivered(cluster.say("p1", delta(2, 52, attempt=again.request_id))) == [(2, (52,))]
+    assert delivered(cluster.say(other, delta(3, 54, attempt=again.request_id))) == [(3, (54,))]
+    cluster.dispatcher.cancel("r")
     cluster.assert_idle()
+
+
+def test_a_stream_waits_for_a_worker_and_ends_with_an_error_only_when_none_comes() -> None:
+    cluster = Cluster("d1", queue_timeout_s=5.0)
+    cluster.submit()
+    cluster.say("d1", delta(0, 50))
+    assert cluster.dispatcher.worker_lost(cluster.refs["d1"], 10.0) == []
+    assert cluster.dispatcher.tick(14.9) == []
+    assert isinstance(failure(cluster.dispatcher.tick(15.0)), Rejected)
+    cluster.assert_idle()
+
+
+def test_a_request_that_kills_every_worker_ends() -> None:
+    """With a token each time, or without one."""
+    for talks, most in ((True, 5), (False, 3)):
+        cluster = Cluster("d1", max_attempts=3, max_migrations=4)
+        [item] = starts(cluster.submit())
+        kills, effects = 0, []
+        while not any(isinstance(effect, Fail) for effect in effects):
+            if talks:
+                cluster.say("d1", delta(kills, 50, attempt=item.request_id))
+            effects = cluster.dispatcher.worker_lost(cluster.refs["d1"], 0.0)
+            kills += 1
+            joined = cluster.join("d1", life=str(kills + 1))
+            item = next(iter(starts(effects + joined)), item)
+        assert kills == most
+        cluster.assert_idle()
 
 
 def test_a_prefill_worker_lost_after_its_first_token_ends_nothing() -> None:
@@ -440,6 +501,7 @@ def test_in_any_order_of_answers_losses_and_cancels_nothing_stays_on_the_books(s
     open_requests: dict[str, set[int]] = {}  # and the choices that have not ended
     num_choices = {f"r{number}": number % 3 + 1 for number in range(6)}
     attempts = ["never planned"]
+    choices_of: dict[str, tuple[int, ...]] = {}  # by attempt
     lives = 1
 
     def take(effects: list[Effect]) -> None:
@@ -460,6 +522,13 @@ def test_in_any_order_of_answers_losses_and_cancels_nothing_stays_on_the_books(s
                 del open_requests[effect.request_id]
             elif isinstance(effect, Send):
                 assert cluster.view.get(effect.worker) is not None, "a command to a worker that is gone"
+                if isinstance(effect.command, StartGeneration | ReserveBlocks):
+                    started = effect.command.request
+                    name = started.request_id.partition("#")[0]
+                    leg = cluster.dispatcher._attempts.get(started.request_id)
+                    choices_of[started.request_id] = leg.choices if leg is not None else ()
+                    for choice in choices_of[started.request_id]:
+                        assert len(started.output_token_ids) == seen[name, choice]
 
     for step in range(120):
         name, worker = f"r{rng.randrange(6)}", rng.choice(["p1", "p2", "d1", "d2"])
@@ -473,11 +542,12 @@ def test_in_any_order_of_answers_losses_and_cancels_nothing_stays_on_the_books(s
             case 1:
                 take(cluster.reserved(attempt, rng.choice(["d1", "d2"])))
             case 2 | 3:
-                finish = rng.choice([None, None, None, FinishReason.LENGTH])
                 name = attempt.partition("#")[0]
-                choice = rng.randrange(num_choices.get(name, 1))
-                position = seen[name, choice] + rng.randrange(3)
-                take(cluster.say(worker, delta(position, 5, attempt=attempt, finish=finish, choice=choice)))
+                choices = choices_of.get(attempt) or (0,)
+                index = rng.randrange(len(choices))
+                position = seen[name, choices[index]] + rng.randrange(3)
+                finish = rng.choice([None, None, None, FinishReason.LENGTH]) if position < 7 else FinishReason.LENGTH
+                take(cluster.say(worker, delta(position, 5, attempt=attempt, finish=finish, choice=index)))
             case 4:
                 reason = rng.choice(list(RefuseReason))
                 take(cluster.dispatcher.answered(cluster.refs[worker], Refused(attempt, reason), float(step)))

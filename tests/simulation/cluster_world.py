@@ -155,6 +155,7 @@ class Client:
     submitted_s: float = 0.0
     last_s: float = float("inf")
     longest_gap_s: float = 0.0
+    num_migrations: int = 0  # plans after tokens were out
 
     def __post_init__(self) -> None:
         self.received = [[] for _ in self.expected]
@@ -470,8 +471,9 @@ class Router:
                     self.clients[request_id].deliver(delta, self.world.now)
                 case Fail(request_id, error):
                     self.clients[request_id].fail(error)
-                case Planned():
-                    pass
+                case Planned(request_id):
+                    client = self.clients[request_id]
+                    client.num_migrations += any(client.received)
 
 
 class Host:

@@ -14,12 +14,14 @@ from dataclasses import replace
 import pytest
 
 import engine.scheduler
+from core.request import GenerateRequest
 from decode_worker.session import DecodeSession
 from engine.scheduler import Scheduler
 from kv_transfer.source import SourceSide
 from kv_transfer.target import TargetSide
 from prefill_worker.session import PrefillSession
 from router.dispatcher import Dispatcher
+from router.flow import Leg
 from tests.simulation.cluster_world import NO_FAULTS, Client, Faults, World
 
 NUM_SEEDS = 120
@@ -47,12 +49,15 @@ def test_every_stream_is_its_undisturbed_run_or_ends_in_an_error() -> None:
             seen["finished"] += client.finished
             seen["finished choices"] += client.finished and len(client.expected) > 1
             seen["left"] += client.left
+            seen["migrated"] += client.finished and client.num_migrations > 0
+            seen["migrated choices"] += client.finished and client.num_migrations > 1 and len(client.expected) > 1
             seen[type(client.error).__name__] += 1
         seen["preempted"] += sum(host.scheduler.num_preemptions for host in world.hosts.values())
         seen["copied"] += sum(host.memory.copied_blocks for host in world.hosts.values())
     # Every way out is walked, else this proves little.
-    ways = ("finished", "finished choices", "left", "WorkerLost", "TransferFailed", "preempted", "copied")
-    assert chosen or all(seen[way] for way in ways), seen
+    ways = ("finished", "finished choices", "left", "migrated", "migrated choices", "preempted", "copied")
+    errors = ("WorkerLost", "Rejected")
+    assert chosen or all(seen[way] for way in (*ways, *errors)), seen
 
 
 def test_without_faults_every_request_finishes_and_all_of_the_machinery_is_used(
@@ -185,6 +190,28 @@ def forget_hits_on_cancel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DecodeSession, "cancel", keep_hits)
 
 
+def go_on_as_if_the_output_were_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A migrated stream counts its positions from 0 again, and so its seeds and max_tokens."""
+    rest_of = Leg._rest_of
+
+    def naive(self: Leg, index: int) -> GenerateRequest:
+        request = rest_of(self, index)
+        prompt = (*request.prompt_token_ids, *request.output_token_ids)
+        return replace(request, prompt_token_ids=prompt, output_token_ids=())
+
+    monkeypatch.setattr(Leg, "_rest_of", naive)
+
+
+def go_on_with_the_first_choice_s_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A migrated choice goes on as another one."""
+    rest_of = Leg._rest_of
+
+    def mixed_up(self: Leg, index: int) -> GenerateRequest:
+        return replace(rest_of(self, index), sampling=self.flow.request.sampling)
+
+    monkeypatch.setattr(Leg, "_rest_of", mixed_up)
+
+
 @pytest.mark.parametrize(
     ("plant", "seen_as"),
     [
@@ -195,6 +222,8 @@ def forget_hits_on_cancel(monkeypatch: pytest.MonkeyPatch) -> None:
         (use_attempt_ids_again, "InvariantBroken"),
         (land_a_prefix_one_block_off, "WrongStream"),
         (forget_hits_on_cancel, "Leak"),
+        (go_on_as_if_the_output_were_prompt, "WrongStream"),
+        (go_on_with_the_first_choice_s_seed, "WrongStream"),
     ],
 )
 def test_the_walks_find_a_planted_bug(plant, seen_as: str, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]

@@ -124,3 +124,20 @@ def test_seeded_draws_are_equal_in_all_modes(default_cpu_runner: CpuModelRunner)
     modes: Sequence[tuple[int, int, random.Random | None]] = [(16, 8, None), (64, 32, None), (64, 8, random.Random(3))]
     for mode in modes:
         assert outputs(*mode) == alone, mode
+
+
+def test_a_stream_that_goes_on_elsewhere_says_what_it_would_have_said(default_cpu_runner: CpuModelRunner) -> None:
+    """Seeds are by position, and penalties tell the output from the prompt: cut anywhere, without any KV."""
+    prompts = [case["prompt_ids"] for case in CASES if len(case["prompt_ids"]) < 100]
+    config = SchedulerConfig(token_budget=256, max_sequences=32)
+    whole = {
+        f"{number}": GenerateRequest(f"{number}", tuple(prompt), sampling, StopConditions(24, min_tokens=20))
+        for number, (prompt, sampling) in enumerate(zip(prompts, cycle(SAMPLED), strict=False))
+    }
+    outputs = EngineRun(default_cpu_runner).generate(whole.values(), config)
+    order = random.Random(4)
+    cut = {name: tuple(output[: order.randrange(1, len(output))]) for name, output in outputs.items()}
+    rest = EngineRun(default_cpu_runner).generate(
+        [replace(request, output_token_ids=cut[name]) for name, request in whole.items()], config
+    )
+    assert {name: [*cut[name], *rest[name]] for name in whole} == outputs

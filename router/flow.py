@@ -1,0 +1,125 @@
+"""What a router knows of one open request: how far each of its outputs is, and who computes on it.
+
+A leg is one line of work with workers of its own. A request begins as one leg for all its choices, and stays one while
+it can begin again. When its workers are lost after tokens are out, each choice goes on in a leg of its own, from its
+latest token on. A leg's stages:
+1. QUEUED: no fitting workers are ready; first come, first served, for a bounded time.
+2. RESERVING: the decode worker was asked for blocks. 3. PREFILLING: the prefill worker has the ticket.
+4. DECODING: the first token is out (or the decode worker does both), the rest streams.
+5. DONE: finished, failed, cancelled or continued by others; every worker that held something was told.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Final
+
+from core.errors import InvariantBroken
+from core.membership import WorkerRef
+from core.request import GenerateRequest, Placement, TokenDelta
+from router.policy.choose import Choice
+
+
+class Stage(StrEnum):
+    QUEUED = "queued"
+    RESERVING = "reserving"
+    PREFILLING = "prefilling"
+    DECODING = "decoding"
+    DONE = "done"
+
+
+NEXT_STAGES: Final[dict[Stage, frozenset[Stage]]] = {
+    Stage.QUEUED: frozenset({Stage.RESERVING, Stage.DECODING, Stage.DONE}),
+    Stage.RESERVING: frozenset({Stage.PREFILLING, Stage.QUEUED, Stage.DONE}),
+    Stage.PREFILLING: frozenset({Stage.DECODING, Stage.QUEUED, Stage.DONE}),
+    Stage.DECODING: frozenset({Stage.QUEUED, Stage.DONE}),
+    Stage.DONE: frozenset(),
+}
+
+
+@dataclass(slots=True)
+class Output:
+    """One choice: the tokens that are out, and those that came before the ones they follow."""
+
+    tokens: list[int] = field(default_factory=list)
+    early: dict[int, TokenDelta] = field(default_factory=dict)
+    ended: bool = False
+
+    def take(self, delta: TokenDelta) -> list[TokenDelta]:
+        """The deltas that are next, now that `delta` is here; nothing after the end, and no position twice."""
+        self.early.setdefault(delta.position, delta)
+        ready = []
+        while not self.ended and (item := self.early.pop(len(self.tokens), None)) is not None:
+            self.tokens += item.token_ids
+            self.ended = item.finish_reason is not None
+            ready.append(item)
+        return ready
+
+
+@dataclass(slots=True, eq=False)
+class Flow:
+    """An open request. `num_plans` and `num_migrations` count over all its legs."""
+
+    request: GenerateRequest
+    placement: Placement
+    arrived_s: float
+    deadline_s: float
+    outputs: list[Output]
+    legs: list[Leg] = field(default_factory=list)
+    num_plans: int = 0
+    num_migrations: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Leg:
+    """`request` is what workers get, under the id of the current attempt; its choice i is `choices[i]` of the flow.
+
+    num_attempts: plans since a token came. prefill_open: the first token has not come from the worker that computes it.
+    """
+
+    flow: Flow
+    request: GenerateRequest
+    choices: tuple[int, ...]
+    queue_deadline_s: float
+    stage: Stage = Stage.QUEUED
+    num_attempts: int = 0
+    plan: Choice | None = None
+    prefill_open: bool = False
+    prefill_begun_s: float = 0.0
+
+    def move(self, to: Stage) -> None:
+        if to not in NEXT_STAGES[self.stage]:
+            raise InvariantBroken(f"request {self.request.request_id}: {self.stage} -> {to} is not in the table")
+        self.stage = to
+
+    @property
+    def outputs(self) -> list[Output]:
+        return [self.flow.outputs[choice] for choice in self.choices]
+
+    @property
+    def has_new_tokens(self) -> bool:
+        """Beginning again would compute what the client has already."""
+        return any(len(output.tokens) > len(self.request.output_token_ids) for output in self.outputs)
+
+    def uses(self, worker: WorkerRef) -> bool:
+        """Its loss ends the attempt."""
+        return self.plan is not None and (
+            self.plan.decode == worker or (self.plan.prefill == worker and self.prefill_open)
+        )
+
+    def continued(self, queue_deadline_s: float) -> list[Leg]:
+        """A leg for each choice that has not ended, from its latest token on."""
+        return [
+            Leg(self.flow, self._rest_of(index), (choice,), queue_deadline_s)
+            for index, choice in enumerate(self.choices)
+            if not self.flow.outputs[choice].ended
+        ]
+
+    def _rest_of(self, index: int) -> GenerateRequest:
+        return replace(
+            self.request,
+            num_choices=1,
+            sampling=self.request.sampling.for_choice(index),
+            output_token_ids=tuple(self.flow.outputs[self.choices[index]].tokens),
+        )
