@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,47 +16,10 @@ from core.request import MAX_CHOICES, FinishReason, GenerateRequest, SamplingPar
 from engine.scheduler import Progress, Scheduler
 from engine.step import Drawn, StepPlan
 from tests.engine.scheduler_bench import BLOCK_SIZE, Bench
+from tests.engine.scheduler_walk import SAMPLED, land, request, singles, walk
 from tests.engine.token_memory import SharedWrite, TokenMemory, undisturbed
 
-SAMPLED = SamplingParams(1.0, seed=11)
 GOLDEN_FILE = Path(__file__).parent.parent / "golden" / "smollm2_135m_greedy.json"
-
-
-def request(name: str, prompt, num_choices: int = 4, max_tokens: int = 8, **more) -> GenerateRequest:
-    stop = StopConditions(max_tokens=max_tokens)
-    return GenerateRequest(name, tuple(prompt), SAMPLED, stop, num_choices=num_choices, **more)
-
-
-def singles(wanted: GenerateRequest, eos: tuple[int, ...] = ()) -> dict[str, list[int]]:
-    """What one request for each choice, with the seed of that choice, says alone."""
-    seeds = [wanted.sampling.for_choice(choice).seed for choice in range(wanted.num_choices)]
-    return {
-        f"{wanted.request_id}/{choice}" if choice else wanted.request_id: undisturbed(
-            wanted.prompt_token_ids, wanted.stop.max_tokens, eos, seed
-        )
-        for choice, seed in enumerate(seeds)
-    }
-
-
-def land(bench: Bench, wanted: GenerateRequest, num_damaged: int = 0) -> bool:
-    """A peer writes the prompt's KV, the last blocks of it damaged, and draws each choice's first token. False: there
-    is no room for it."""
-    sequence = bench.scheduler.new_sequence(wanted)
-    bench.scheduler.await_room(sequence)
-    taken = bench.scheduler.reserve_next()
-    if taken is None:
-        bench.scheduler.end_reservation(sequence)
-        return False
-    table, prompt = [*taken.hits, *taken.fresh], wanted.prompt_token_ids
-    num_intact = max(len(taken.hits), len(table) - num_damaged)
-    for position in range(len(taken.hits) * BLOCK_SIZE, len(prompt)):
-        damage = 500 if position // BLOCK_SIZE >= num_intact else 0
-        bench.memory.slots[table[position // BLOCK_SIZE], position % BLOCK_SIZE] = prompt[position] + damage
-    first_tokens = [tokens[0] for tokens in singles(wanted).values()]
-    for name, token in zip(singles(wanted), first_tokens, strict=True):
-        bench.outputs[name].append(token)
-    bench.scheduler.add_landed(sequence, table, first_tokens, num_intact)
-    return True
 
 
 def land_in_part(bench: Bench, wanted: GenerateRequest) -> bool:
@@ -237,48 +199,6 @@ def test_a_cancel_ends_all_choices(steps: int, in_flight: bool) -> None:
         assert bench.take(bench.scheduler.commit(plan, bench.memory.run(plan))) == []
     bench.assert_empty()
     assert bench.scheduler.plan() is None
-
-
-def walk(seed: int) -> Bench:
-    """Random arrivals of one or several choices, shared prefixes, hand-offs, batch work, cancels in and between steps,
-    pools too small for all: every choice says what it says alone, and every block comes back."""
-    rng = random.Random(seed)
-    growth_blocks = rng.randrange(2)
-    bench = Bench(
-        rng.randrange(14, 30),
-        rng.choice([1, 2, 5, 16, 64]),
-        rng.choice([1, 3, 64]),
-        growth_blocks=growth_blocks,
-        prefill_delay_steps=rng.choice([0, 0, 3]),
-    )
-    shared = tuple(rng.randrange(1000) for _ in range(12))
-    wanted = []
-    for number in range(rng.randrange(1, 8)):
-        prompt = shared[: rng.randrange(13)] + tuple(rng.randrange(1000) for _ in range(rng.randrange(1, 15)))
-        max_tokens = rng.randrange(1, 24)
-        wanted.append(request(f"r{number}", prompt, rng.choice([1, 2, 5]), max_tokens, priority=rng.choice([0, 0, 1])))
-    waiting, cancelled = list(wanted), set()
-    for _ in range(3000):
-        if waiting and rng.random() < 0.3:
-            item = waiting.pop()
-            if rng.random() < 0.7 or not land(bench, item, rng.choice([0, 0, 1, 2])):
-                bench.add(item)
-        plan = bench.scheduler.plan()
-        if rng.random() < 0.05:
-            name = rng.choice(wanted).request_id
-            if bench.scheduler.cancel(name):
-                cancelled.add(name)
-        if plan is not None:
-            bench.take(bench.scheduler.commit(plan, bench.memory.run(plan)))
-        elif not waiting:
-            break
-    bench.assert_empty()
-    assert bench.pool.num_free == bench.pool.num_blocks
-    for item in wanted:
-        for name, alone in singles(item).items():
-            said = bench.outputs[name]
-            assert said == (alone[: len(said)] if item.request_id in cancelled else alone)
-    return bench
 
 
 @settings(max_examples=150, deadline=None)

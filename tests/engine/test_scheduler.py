@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from core.errors import BadRequest, InvariantBroken
 from core.request import FinishReason, GenerateRequest, SamplingParams, StopConditions, TokenLogprobs
@@ -207,39 +204,6 @@ def test_two_steps_are_never_in_flight() -> None:
     assert plan is not None
     with pytest.raises(InvariantBroken):
         bench.scheduler.plan()
-
-
-@settings(max_examples=150, deadline=None)
-@given(st.integers(0, 2**32))
-def test_any_mix_says_what_each_says_alone(seed: int) -> None:
-    """Random arrivals, shared prefixes, cancels in and between steps, pools too small for all, any budget."""
-    rng = random.Random(seed)
-    bench = Bench(rng.randrange(12, 40), rng.choice([1, 2, 5, 16, 64]), rng.choice([1, 3, 64]))
-    shared = tuple(rng.randrange(1000) for _ in range(12))
-    wanted: dict[str, tuple[tuple[int, ...], int]] = {}
-    cancelled = set()
-    for number in range(rng.randrange(1, 12)):
-        prompt = shared[: rng.randrange(13)] + tuple(rng.randrange(1000) for _ in range(rng.randrange(1, 15)))
-        wanted[f"r{number}"] = (prompt, rng.randrange(1, 20))
-    waiting = list(wanted)
-    for _ in range(3000):
-        if waiting and rng.random() < 0.3:
-            name = waiting.pop()
-            bench.add(request(name, wanted[name][0], max_tokens=wanted[name][1]))
-        plan = bench.scheduler.plan()
-        if rng.random() < 0.05:
-            name = rng.choice(list(wanted))
-            if bench.scheduler.cancel(name):
-                cancelled.add(name)
-        if plan is not None:
-            bench.take(bench.scheduler.commit(plan, bench.memory.run(plan)))
-        elif not waiting:
-            break
-    bench.assert_empty()
-    for name, (prompt, max_tokens) in wanted.items():
-        alone = undisturbed(prompt, max_tokens)
-        said = bench.outputs[name]
-        assert said == (alone[: len(said)] if name in cancelled else alone)
 
 
 def test_penalties_see_prompt_and_output_and_cost_nothing_when_off() -> None:
