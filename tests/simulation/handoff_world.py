@@ -97,6 +97,11 @@ class World:
             for worker in self.workers.values():
                 worker.pool.check()
 
+    def check_over(self) -> None:
+        for worker in self.workers.values():
+            assert len(worker.sessions) == 0, f"hand-offs that never end on {worker.ref}"
+            assert worker.pool.num_free == NUM_BLOCKS, f"blocks lost on {worker.ref}"
+
     def tick(self) -> None:
         for worker in self.workers.values():
             if not self.frozen(worker):

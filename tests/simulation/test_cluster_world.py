@@ -18,11 +18,11 @@ from core.request import GenerateRequest
 from decode_worker.session import DecodeSession
 from engine.scheduler import Scheduler
 from kv_transfer.source import SourceSide
-from kv_transfer.target import TargetSide
 from prefill_worker.session import PrefillSession
 from router.dispatcher import Dispatcher
 from router.flow import Leg
 from tests.simulation.cluster_world import NO_FAULTS, Client, Faults, World
+from tests.simulation.planted_bugs import free_before_quiet
 
 NUM_SEEDS = 120
 NUM_REQUESTS = 25
@@ -106,18 +106,6 @@ def test_batch_work_waits_for_the_rest_and_still_ends() -> None:
     due, batch = (statistics.mean(times[priority]) for priority in (0, 1))
     assert due * 2 < batch  # 2.2 s and 5.3 s
     assert refused < 0.05 * 50 * 6
-
-
-def free_before_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cancelled target frees its pages while a push may still come."""
-    stop = TargetSide._stop
-
-    def stop_and_free(self: TargetSide, session, reason, now):  # type: ignore[no-untyped-def]
-        effects = stop(self, session, reason, now)
-        self._quiet(session)
-        return effects
-
-    monkeypatch.setattr(TargetSide, "_stop", stop_and_free)
 
 
 def push_without_a_reference(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,7 +203,7 @@ def go_on_with_the_first_choice_s_seed(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("plant", "seen_as"),
     [
-        (free_before_quiet, "WriteIntoForeignBlock"),
+        (lambda monkeypatch: free_before_quiet(monkeypatch.setattr), "WriteIntoForeignBlock"),
         (push_without_a_reference, "WrongStream"),
         (one_cache_for_all_salts, "WrongStream"),
         (free_under_a_step, "WriteIntoForeignBlock"),

@@ -15,7 +15,8 @@ from core.handoff import HandoffEvent
 from kv_transfer.session import HandoffSessions
 from kv_transfer.source import SourceSide
 from kv_transfer.target import TargetSide
-from tests.simulation.handoff_world import NUM_BLOCKS, Faults, World, WriteIntoForeignBlock
+from tests.simulation.handoff_world import Faults, World, WriteIntoForeignBlock
+from tests.simulation.planted_bugs import Patch, forget_the_incarnation, free_before_quiet, ignore_generation
 
 NUM_SEEDS = 400
 
@@ -23,9 +24,7 @@ NUM_SEEDS = 400
 def run_world(seed: int, faults: Faults | None = None) -> World:
     world = World(seed, faults or Faults())
     world.run(num_handoffs=30)
-    for worker in world.workers.values():
-        assert len(worker.sessions) == 0, f"seed {seed}: hand-offs that never end on {worker.ref}"
-        assert worker.pool.num_free == NUM_BLOCKS, f"seed {seed}: blocks lost on {worker.ref}"
+    world.check_over()
     return world
 
 
@@ -50,33 +49,7 @@ def test_without_faults_every_handoff_lands() -> None:
     assert world.num_landed >= 30 - cached_fetches_may_miss
 
 
-def free_before_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bug that every peer has shipped: a cancelled target frees its pages at once."""
-    stop = TargetSide._stop
-
-    def stop_and_free(self: TargetSide, session, reason, now):  # type: ignore[no-untyped-def]
-        effects = stop(self, session, reason, now)
-        self._quiet(session)
-        return effects
-
-    monkeypatch.setattr(TargetSide, "_stop", stop_and_free)
-
-
-def ignore_generation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A target that believes any notice which names a hand-off it knows."""
-    notice = TargetSide.notice
-
-    def believe(self: TargetSide, sender, message, now):  # type: ignore[no-untyped-def]
-        session = self._open.get(message.handoff_id)
-        if session is not None:
-            message = type(message)(message.handoff_id, session.ticket.generation, message.body)
-            sender = session.source
-        return notice(self, sender, message, now)
-
-    monkeypatch.setattr(TargetSide, "notice", believe)
-
-
-def say_quiet_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
+def say_quiet_too_early(patch: Patch) -> None:
     """A source that says Quiet while its pushes are under way."""
     settle = SourceSide._settle
 
@@ -89,10 +62,10 @@ def say_quiet_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
             return effects
         return settle(self, session, reason) if session.ticket.handoff_id in self._open else []
 
-    monkeypatch.setattr(SourceSide, "_settle", settle_now)
+    patch(SourceSide, "_settle", settle_now)
 
 
-def believe_a_broken_path_is_a_death(monkeypatch: pytest.MonkeyPatch) -> None:
+def believe_a_broken_path_is_a_death(patch: Patch) -> None:
     """A target that frees as soon as a lease ends, although its source may only be frozen."""
     tick = TargetSide.tick
 
@@ -103,21 +76,28 @@ def believe_a_broken_path_is_a_death(monkeypatch: pytest.MonkeyPatch) -> None:
                 self._quiet(session)
         return effects
 
-    monkeypatch.setattr(TargetSide, "tick", tick_and_give_up)
+    patch(TargetSide, "tick", tick_and_give_up)
 
 
-def forget_what_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def forget_what_is_over(patch: Patch) -> None:
     """A source that opens a ticket late or twice, when its target has been told Quiet or has the blocks already."""
-    monkeypatch.setattr(SourceSide, "_remember_over", lambda self, handoff_id: None)
+    patch(SourceSide, "_remember_over", lambda self, handoff_id: None)
 
 
 @pytest.mark.parametrize(
     "plant",
-    [free_before_quiet, ignore_generation, say_quiet_too_early, believe_a_broken_path_is_a_death, forget_what_is_over],
+    [
+        free_before_quiet,
+        ignore_generation,
+        forget_the_incarnation,
+        say_quiet_too_early,
+        believe_a_broken_path_is_a_death,
+        forget_what_is_over,
+    ],
 )
 def test_the_walks_find_a_planted_bug(plant, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
     """Each bug must be seen as what it is: bytes in a page that is not, or no longer, its hand-off's."""
-    plant(monkeypatch)
+    plant(monkeypatch.setattr)
     with pytest.raises(WriteIntoForeignBlock):
         for seed in range(NUM_SEEDS):
             with contextlib.suppress(AssertionError, InvariantBroken, KeyError):

@@ -1,0 +1,80 @@
+"""Many seeded schedules of hand-offs under faults, each to end with what a single engine says and every block back.
+
+    python -m tests.simulation.soak --schedules 10000           on virtual time: whole clusters, and hand-offs alone
+    python -m tests.simulation.soak --real 1000 [--lane tcp]    over NIXL, in processes that are killed and frozen
+    ... --plant free-before-drain                               the run must fail
+
+A schedule that fails is named with the command that runs it again. On virtual time a seed is a run, to the last
+event; between processes it is the same requests and faults, whose moments the machine shifts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections import Counter
+
+from tests.simulation import cluster_world, handoff_world
+from tests.simulation.planted_bugs import PLANTS
+
+NUM_REQUESTS = 25
+NUM_HANDOFFS = 30
+PRIORITIES = (0, 0, 1, -1, 5)
+SAY_EVERY_S = 10.0
+
+
+def walk(seed: int) -> Counter[str]:
+    """One schedule on virtual time. Raises what is wrong."""
+    cluster = cluster_world.World(seed, cluster_world.Faults(), PRIORITIES)
+    cluster.run(NUM_REQUESTS)
+    handoffs = handoff_world.World(seed, handoff_world.Faults())
+    handoffs.run(NUM_HANDOFFS)
+    handoffs.check_over()
+    seen = Counter({"hand-offs landed": handoffs.num_landed, "hand-offs aborted": handoffs.num_aborted})
+    for client in cluster.clients:
+        seen["requests finished"] += client.finish is not None
+        seen["clients that left"] += client.left
+        seen["requests that failed"] += client.error is not None
+    seen["preemptions"] = sum(host.scheduler.num_preemptions for host in cluster.hosts.values())
+    seen["deaths"] = len(cluster.deaths)
+    return seen
+
+
+def walk_all(first_seed: int, num_schedules: int) -> Counter[str]:
+    seen: Counter[str] = Counter()
+    say_at_s = time.monotonic() + SAY_EVERY_S
+    for seed in range(first_seed, first_seed + num_schedules):
+        try:
+            seen += walk(seed)
+        except BaseException as error:
+            error.add_note(f"reproduce: python -m tests.simulation.soak --schedules 1 --first-seed {seed}")
+            raise
+        if time.monotonic() > say_at_s:
+            say_at_s = time.monotonic() + SAY_EVERY_S
+            print(f"  {seed - first_seed + 1} schedules", flush=True)
+    return seen
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--schedules", type=int, default=0, metavar="N", help="on virtual time")
+    parser.add_argument("--real", type=int, default=0, metavar="N", help="over NIXL")
+    parser.add_argument("--lane", choices=("auto", "tcp"), default="auto", help="of --real; tcp: nothing else")
+    parser.add_argument("--first-seed", type=int, default=0, metavar="N")
+    parser.add_argument("--plant", choices=PLANTS, help="a bug that the run must find")
+    arguments = parser.parse_args()
+    started_s = time.monotonic()
+    if arguments.schedules:
+        if arguments.plant:
+            PLANTS[arguments.plant](setattr)
+        report("on virtual time", arguments.schedules, walk_all(arguments.first_seed, arguments.schedules), started_s)
+
+
+def report(where: str, num_schedules: int, seen: Counter[str], started_s: float) -> None:
+    facts = ", ".join(f"{count} {name}" for name, count in sorted(seen.items()))
+    print(f"{num_schedules} schedules {where} in {time.monotonic() - started_s:.0f} s, none wrong: {facts}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
