@@ -8,20 +8,23 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import gc
+import mmap
 import os
 import pickle
 import signal
+import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from transport_ends import IDENTITY, until
 
-from core.errors import TransferFailed, WorkerLost
+from core.errors import PeerRefused, TransferFailed, WorkerLost
 from core.membership import WorkerRef
 from kv_transfer.nixl import NixlConfig, NixlTransport
 from kv_transfer.nixl_probe import LANE_LOOPBACK, LANE_MEMORY
@@ -36,12 +39,15 @@ EXPECTED_LANE = LANE_LOOPBACK if os.environ.get("UCX_TLS") == "tcp" else LANE_ME
 
 
 def open_end(worker_id: str, incarnation: str, fill: int, config: NixlConfig) -> tuple[NixlTransport, np.ndarray]:
-    blocks = np.full((NUM_BLOCKS, BLOCK_BYTES), fill, dtype=np.uint8)
+    memory = mmap.mmap(-1, NUM_BLOCKS * BLOCK_BYTES)  # a mapping of its own: gone with the array
+    blocks = np.frombuffer(memory, dtype=np.uint8).reshape(NUM_BLOCKS, BLOCK_BYTES)
+    blocks[:] = fill
     pool = MemoryPool(blocks.ctypes.data, NUM_BLOCKS, BLOCK_BYTES)
     return NixlTransport(WorkerRef(worker_id, incarnation), IDENTITY, pool, config), blocks
 
 
 async def be_target(worker_id: str, incarnation: str) -> None:
+    """On "back" push to the sender; on "leave" close, and live on; on "move" also unmap the pool, and be another."""
     transport, blocks = open_end(worker_id, incarnation, 0, NixlConfig())
     asked_back = asyncio.Event()
 
@@ -49,9 +55,22 @@ async def be_target(worker_id: str, incarnation: str) -> None:
         print(notice.decode(), blocks[:, 0].tobytes().hex(), blocks[:, -1].tobytes().hex(), flush=True)
         if notice == b"back":
             asked_back.set()
+        elif notice in (b"leave", b"move"):
+            tasks.append(asyncio.ensure_future(leave(notice == b"move")))
 
+    async def leave(and_move: bool) -> None:
+        nonlocal transport, blocks
+        await transport.close()
+        if and_move:
+            del blocks
+            gc.collect()  # the mapping is gone: a write to it would end this process
+            transport, blocks = open_end(worker_id, f"{incarnation}-moved", 0, NixlConfig())
+            transport.listen(hear, lambda _: None)
+        print("moved" if and_move else "left", encode(transport.describe()), flush=True)
+
+    tasks: list[asyncio.Future[None]] = []
     transport.listen(hear, lambda _: None)
-    print(base64.b64encode(pickle.dumps(transport.describe())).decode(), flush=True)
+    print(encode(transport.describe()), flush=True)
     sender = pickle.loads(base64.b64decode(sys.stdin.readline()))
     threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()  # ends with its parent
     if sender is not None:
@@ -59,6 +78,10 @@ async def be_target(worker_id: str, incarnation: str) -> None:
         await asked_back.wait()
         await transport.push(sender.ref, [5], [6], b"from the target")
     await asyncio.Event().wait()
+
+
+def encode(value: object) -> str:
+    return base64.b64encode(pickle.dumps(value)).decode()
 
 
 @dataclass
@@ -77,6 +100,9 @@ class Target:
         """First and last byte of each block when `notice` came, hex; [] if it has not come."""
         return next((line.split(" ")[1:] for line in self.lines if line.split(" ")[0] == notice), [])
 
+    def alive(self) -> bool:
+        return self.process.returncode is None
+
     async def read(self) -> None:
         assert self.process.stdout is not None
         async for line in self.process.stdout:
@@ -91,15 +117,24 @@ class Sender:
     notices: list[bytes] = field(default_factory=list)
     _readers: list[asyncio.Task[None]] = field(default_factory=list)
 
-    async def start_target(self, incarnation: str, *, connects_back: bool = False) -> Target:
+    async def start_target(
+        self,
+        incarnation: str,
+        *,
+        connects_back: bool = False,
+        inside: Sequence[str] = (),
+        prepare: Callable[[asyncio.subprocess.Process], None] = lambda _process: None,
+    ) -> Target:
+        """inside: a command that runs the target's. prepare: what is to be done before the target says hello."""
         process = await asyncio.create_subprocess_exec(
-            sys.executable, __file__, "target", "decode-0", incarnation,
+            *inside, sys.executable, __file__, "target", "decode-0", incarnation,
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
         )  # fmt: skip
         assert process.stdout is not None and process.stdin is not None
+        prepare(process)
         description = pickle.loads(base64.b64decode(await process.stdout.readline()))
         ours = self.transport.describe() if connects_back else None
-        process.stdin.write(base64.b64encode(pickle.dumps(ours)) + b"\n")
+        process.stdin.write(encode(ours).encode() + b"\n")
         target = Target(process, description)
         self._readers.append(asyncio.create_task(target.read()))
         return target
@@ -107,6 +142,14 @@ class Sender:
     async def connect(self, target: Target) -> None:
         link = await self.transport.connect(target.description)
         assert link.lane == EXPECTED_LANE, link
+
+    async def connect_again(self, target: Target) -> None:
+        """As cluster/peers.py: until it works."""
+        while True:
+            try:
+                return await self.connect(target)
+            except WorkerLost:
+                await asyncio.sleep(0.1)
 
     async def push_all(self, target: Target, value: int) -> None:
         """Fill the target's pool with `value`, and see it there."""
@@ -274,11 +317,141 @@ async def both_ways() -> None:
         assert end.blocks[:, 0].tolist() == [1] * 6 + [8] + [1] * (NUM_BLOCKS - 7)
 
 
+async def freeze_over_cma() -> None:
+    """The sender copies: its push settles, and a frozen peer finds bytes and notice when it thaws."""
+    async with sender() as end:
+        target = await end.start_target("t1")
+        await end.connect(target)
+        await end.push_all(target, 3)
+        target.process.send_signal(signal.SIGSTOP)
+        end.blocks[:] = 9
+        async with asyncio.timeout(LOST_BOUND_S):
+            await end.transport.push(target.ref, ALL_BLOCKS, ALL_BLOCKS, b"thawed")
+        assert not target.heard("thawed")
+        target.process.send_signal(signal.SIGCONT)
+        await until(lambda: bool(target.heard("thawed")))
+        assert target.heard("thawed") == [bytes([9] * NUM_BLOCKS).hex()] * 2
+        assert end.lost == []
+
+
+async def leave_cleanly() -> None:
+    """A peer closes and its process lives on: lost at once, and it takes no harm from what still comes."""
+    async with sender() as end:
+        target = await end.start_target("t1", connects_back=True)
+        await end.connect(target)
+        await end.push_all(target, 3)
+        await end.transport.notify(target.ref, b"leave")
+        await until(lambda: bool(target.heard("left")))
+        await must_be_lost(end.transport.push(target.ref, ALL_BLOCKS, ALL_BLOCKS, b"late"))
+        await end.expect_lost(target)
+        assert target.alive()
+
+
+async def stale_list() -> None:
+    """A peer moves its pool, as a new incarnation, and unmaps the old one: a push by the old list harms nobody."""
+    async with sender(NixlConfig(connect_timeout_s=1.0, drop_timeout_s=0.5)) as end:
+        target = await end.start_target("t1", connects_back=True)
+        await end.connect(target)
+        await end.push_all(target, 3)
+        await end.transport.notify(target.ref, b"move")
+        await until(lambda: bool(target.heard("moved")))
+        await must_be_lost(end.transport.push(target.ref, ALL_BLOCKS, ALL_BLOCKS, b"stale"))
+        await must_be_lost(end.connect(target))  # by the old description
+        old = target.ref
+        await until(lambda: end.lost == [old])
+        target.description = pickle.loads(base64.b64decode(target.heard("moved")[0]))
+        assert target.alive() and target.ref != old
+        await end.connect(target)
+        await end.push_all(target, 4)
+
+
+async def restart_under_the_old_name() -> None:
+    """A restart that takes its old incarnation, which no worker of ours does: never a write by the old list."""
+    async with sender() as end:
+        old = await end.start_target("t1")
+        await end.connect(old)
+        await end.push_all(old, 3)
+        old.process.kill()
+        await old.process.wait()
+        new = await end.start_target("t1")
+        assert new.ref == old.ref
+        await must_be_lost(end.transport.push(new.ref, [0], [0], b"by the old list"))
+        await end.transport.drop(new.ref)
+        await must_be_lost(end.connect(old))  # by the old description
+        await end.connect(new)
+        await end.push_all(new, 4)
+        assert new.lines[0].startswith("full-4")
+
+
+async def version_mismatch() -> None:
+    """Refused by name before NIXL hears of the peer, which is unharmed; the same version then connects."""
+    async with sender() as end:
+        target = await end.start_target("t1")
+        other = replace(target.description, transport_version="1.0.1")
+        try:
+            await end.transport.connect(other)
+            raise AssertionError("connected to another version")
+        except PeerRefused as refused:
+            assert refused.field == "transport_version"
+        await must_be_lost(end.transport.push(target.ref, [0], [0], b""))
+        await end.connect(target)
+        await end.push_all(target, 3)
+
+
+async def black_hole() -> None:
+    """The network swallows everything: the path is lost after UCX_TCP_USER_TIMEOUT, and works again once mended.
+
+    Runs in a network namespace of its own, its target in another one, a veth pair between them.
+    """
+    run("mount", "-t", "sysfs", "sysfs", "/sys")
+    ip("link", "set", "lo", "up")
+    ip("link", "add", "ours", "type", "veth", "peer", "name", "theirs")
+    ip("addr", "add", "10.9.0.1/24", "dev", "ours")
+    for end_of_pair in ("ours", "theirs"):
+        ip("link", "set", end_of_pair, "up")  # both: without a carrier UCX would not use ours
+
+    def join(process: asyncio.subprocess.Process) -> None:
+        ip("link", "set", "theirs", "netns", str(process.pid))
+        ip("addr", "add", "10.9.0.2/24", "dev", "theirs", inside=process.pid)
+        ip("link", "set", "lo", "up", inside=process.pid)
+        ip("link", "set", "theirs", "up", inside=process.pid)
+        assert process.stdin is not None
+        process.stdin.write(b"\n")
+
+    # UCX looks into /sys for interfaces; the shell waits for a line, so that the interface is there by then.
+    own_sys = 'mount -t sysfs sysfs /sys && read line && exec "$@"'
+    inside = ["unshare", "--net", "--mount", "sh", "-c", own_sys, "sh"]
+    async with sender() as end:
+        target = await end.start_target("t1", inside=inside, prepare=join)
+        await end.connect(target)
+        await end.push_all(target, 3)
+        ip("link", "set", "theirs", "down", inside=target.process.pid)
+        cut_s = time.monotonic()
+        await must_be_lost(end.transport.push(target.ref, ALL_BLOCKS, ALL_BLOCKS, b"swallowed"))
+        print(f"lost {time.monotonic() - cut_s:.1f} s after the cut")
+        await end.expect_lost(target)
+        ip("link", "set", "theirs", "up", inside=target.process.pid)
+        async with asyncio.timeout(LOST_BOUND_S):
+            await end.connect_again(target)
+        await end.push_all(target, 5)
+        assert not target.heard("swallowed")
+
+
+def ip(*words: str, inside: int | None = None) -> None:
+    enter = ["nsenter", "--target", str(inside), "--net"] if inside is not None else []
+    run(*enter, "ip", *words)
+
+
+def run(*command: str) -> None:
+    subprocess.run(command, check=True)
+
+
 SCENARIOS: dict[str, Callable[[], Awaitable[None]]] = {
     scenario.__name__: scenario
     for scenario in (
         kill_mid_push, kill_idle, kill_before_connect, freeze_and_thaw, close_under_freeze, connect_to_frozen,
-        restart, both_ways,
+        restart, both_ways, freeze_over_cma, leave_cleanly, stale_list, restart_under_the_old_name, version_mismatch,
+        black_hole,
     )
 }  # fmt: skip
 

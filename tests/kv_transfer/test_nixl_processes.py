@@ -12,9 +12,18 @@ from nixl_scenarios import SCENARIOS
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 25.0
-TCP_ONLY = {"freeze_and_thaw", "close_under_freeze"}  # over CMA the sender copies: a frozen target cannot stop it
+# Over CMA the sender copies: a frozen target cannot stop it, and no network is in between.
+TCP_ONLY = {"freeze_and_thaw", "close_under_freeze", "black_hole"}
+CMA_ONLY = {"freeze_over_cma"}
+IN_A_NETWORK_OF_ITS_OWN = [
+    "unshare",
+    "--map-root-user",
+    "--net",
+    "--mount",
+]  # where user namespaces are allowed, or as root
 
-CASES = [("tcp", name) for name in SCENARIOS] + [("cma", name) for name in SCENARIOS if name not in TCP_ONLY]
+CASES = [("tcp", name) for name in SCENARIOS if name not in CMA_ONLY]
+CASES += [("cma", name) for name in SCENARIOS if name not in TCP_ONLY]
 
 
 @pytest.mark.parametrize(("lane", "scenario"), CASES)
@@ -23,8 +32,11 @@ def test_scenario(lane: str, scenario: str) -> None:
     environment.pop("UCX_TLS", None)
     if lane == "tcp":
         environment["UCX_TLS"] = "tcp"
+    if scenario == "black_hole":
+        environment["UCX_TCP_USER_TIMEOUT"] = "2s"
+    around = IN_A_NETWORK_OF_ITS_OWN if scenario == "black_hole" else []
     ended = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("nixl_scenarios.py")), scenario],
+        [*around, sys.executable, str(Path(__file__).with_name("nixl_scenarios.py")), scenario],
         env=environment, timeout=LIMIT_S, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stdout + ended.stderr

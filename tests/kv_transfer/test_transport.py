@@ -177,6 +177,17 @@ async def test_one_way_is_enough_to_push(ends: Ends) -> None:
         await target.transport.notify(source.ref, b"not connected that way")
 
 
+async def test_a_peer_that_dropped_us_still_gets_what_we_push(ends: Ends) -> None:
+    source, target = await ends.pair()
+    await target.transport.drop(source.ref)
+    await source.transport.push(target.ref, [3], [4], b"still")
+    await until(lambda: bool(target.notices))
+    assert (target.blocks[4] == source.blocks[3]).all()
+    with pytest.raises(WorkerLost):
+        await target.transport.notify(source.ref, b"dropped")
+    assert not source.lost and not target.lost
+
+
 async def test_unknown_peers(ends: Ends) -> None:
     source, stranger = ends.make("prefill-0"), WorkerRef("decode-9", "none")
     with pytest.raises(WorkerLost) as lost:

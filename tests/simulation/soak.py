@@ -11,12 +11,15 @@ event; between processes it is the same requests and faults, whose moments the m
 from __future__ import annotations
 
 import argparse
+import asyncio
 import sys
 import time
 from collections import Counter
+from functools import partial
 
 from tests.simulation import cluster_world, handoff_world
 from tests.simulation.planted_bugs import PLANTS
+from tests.simulation.real_soak import soak
 
 NUM_REQUESTS = 25
 NUM_HANDOFFS = 30
@@ -69,6 +72,11 @@ def main() -> None:
         if arguments.plant:
             PLANTS[arguments.plant](setattr)
         report("on virtual time", arguments.schedules, walk_all(arguments.first_seed, arguments.schedules), started_s)
+    if arguments.real:
+        started_s, plant = time.monotonic(), arguments.plant or ""
+        say = partial(print, flush=True)
+        seen = asyncio.run(soak(arguments.first_seed, arguments.real, arguments.lane, plant, say))
+        report(f"over NIXL ({arguments.lane})", arguments.real, seen, started_s)
 
 
 def report(where: str, num_schedules: int, seen: Counter[str], started_s: float) -> None:
