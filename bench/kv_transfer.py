@@ -2,9 +2,10 @@
 
     python -m bench.kv_transfer [--lane auto|tcp] [--rounds 9]
 
-One table, medians of interleaved rounds: `NixlTransport.push`, a bare NIXL loop (same library, same target, no asyncio
-and no queue), a TCP socket over loopback, and a copy of the same scattered blocks inside one process. Takes below 60 s.
-Other work on the cores moves every figure: compare within one run only.
+For each size of a block, rounds of four ways in turn to move the same scattered blocks: `NixlTransport.push`, a bare
+NIXL loop (same library, same target, no asyncio and no queue), a TCP socket over loopback, and a copy in one process.
+The last column is a push of one block: its fixed cost. Ratios are medians of the rounds' own ratios: other work on the
+cores moves every figure, so compare within one run only. Then what the idle thread takes of a core. About a minute.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path as FilePath
 from typing import Any, Final
 
 import numpy as np
@@ -32,29 +34,32 @@ from kv_transfer.nixl import NixlTransport
 from kv_transfer.nixl_library import load_nixl
 from kv_transfer.nixl_probe import Envelope
 from kv_transfer.pool import MemoryPool
-from kv_transfer.transport import PoolDescription
+from kv_transfer.transport import PeerLink, PoolDescription
 
-BLOCK_BYTES: Final = 720 << 10  # SmolLM2-135M, 16 tokens, float32
-NUM_BLOCKS: Final = 256
-BLOCK_COUNTS: Final = (8, 64, 256)
-TIME_LIMIT_S: Final = 50.0
+BLOCK_SIZES: Final = (16 << 10, 64 << 10, 256 << 10, 720 << 10, 2880 << 10)  # 720 KiB: SmolLM2-135M, 16 tokens, float32
+POOL_BYTES: Final = 135 << 20
+PUSH_BYTES: Final = 45 << 20  # 1,024 tokens of that model
+TIME_LIMIT_S: Final = 20.0  # for each size of a block
+IDLE_S: Final = 3.0
 IDENTITY: Final = CacheIdentity(1, "bench", "bench", "float32", "bench", 16, 30, 3, 64, 1, "bench")
+
+PUSH, BARE, SOCKET, COPY = "push", "bare NIXL", "TCP socket", "copy"  # the ways, as they are named in the table
 
 Path = Callable[[list[int], list[int]], float]  # (source blocks, target blocks) -> seconds
 
 
-def make_pool(fill: int) -> np.ndarray:
-    """[NUM_BLOCKS, BLOCK_BYTES] uint8, every page touched."""
-    return np.full((NUM_BLOCKS, BLOCK_BYTES), fill, dtype=np.uint8)
+def make_pool(block_bytes: int, fill: int) -> np.ndarray:
+    """[blocks, block_bytes] uint8, every page touched."""
+    return np.full((POOL_BYTES // block_bytes, block_bytes), fill, dtype=np.uint8)
 
 
 def memory_pool(blocks: np.ndarray) -> MemoryPool:
-    return MemoryPool(blocks.ctypes.data, NUM_BLOCKS, BLOCK_BYTES)
+    return MemoryPool(blocks.ctypes.data, *blocks.shape)
 
 
-async def be_target() -> None:
+async def be_target(block_bytes: int) -> None:
     """The other process: a transport, and a socket that receives blocks in place."""
-    blocks = make_pool(0)
+    blocks = make_pool(block_bytes, 0)
     transport = NixlTransport(WorkerRef("target", str(os.getpid())), IDENTITY, memory_pool(blocks))
     transport.listen(lambda *_: None, lambda _: None)
     listener = socket.create_server(("127.0.0.1", 0))
@@ -83,8 +88,8 @@ def receive_into(connection: socket.socket, view: memoryview) -> None:
 
 
 @contextmanager
-def target_process() -> Iterator[tuple[PoolDescription, int]]:
-    command = [sys.executable, "-m", "bench.kv_transfer", "--target"]
+def target_process(block_bytes: int) -> Iterator[tuple[PoolDescription, int]]:
+    command = [sys.executable, "-m", "bench.kv_transfer", "--target", str(block_bytes)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdin is not None and process.stdout is not None
         yield pickle.loads(base64.b64decode(process.stdout.readline()))
@@ -98,7 +103,7 @@ def timed(work: Callable[[], object]) -> float:
 
 
 def memcpy_path(blocks: np.ndarray) -> Path:
-    other = make_pool(0)
+    other = make_pool(blocks.shape[1], 0)
 
     def copy(source: list[int], target: list[int]) -> None:
         for source_block, target_block in zip(source, target, strict=True):
@@ -121,12 +126,12 @@ def socket_path(blocks: np.ndarray, port: int) -> Path:
 
 
 def bare_nixl_path(blocks: np.ndarray, peer: PoolDescription) -> Path:
-    agent: Any = load_nixl("DRAM").open_agent(f"bare@{os.getpid()}")
+    agent: Any = load_nixl("DRAM").open_agent(f"bare@{os.getpid()}-{peer.block_bytes}")
     agent.register_memory([(blocks.ctypes.data, blocks.nbytes, 0, "")], "DRAM")
     name = agent.add_remote_agent(Envelope.decode(peer.agent_metadata).metadata).decode()
 
     def prepare(side: str, address: int) -> Any:
-        row = [address, BLOCK_BYTES, 0, BLOCK_BYTES, NUM_BLOCKS]
+        row = [address, peer.block_bytes, 0, peer.block_bytes, peer.num_blocks]
         return agent.prep_xfer_dlist(side, np.array([row], dtype=np.uint64), "DRAM")
 
     ours, theirs = prepare("NIXL_INIT_AGENT", blocks.ctypes.data), prepare(name, peer.base_address)
@@ -152,69 +157,87 @@ def push_path(transport: NixlTransport, peer: PoolDescription, runner: asyncio.R
     return lambda source, target: runner.run(push(source, target))
 
 
-def measure(paths: dict[str, Path], rounds: int, deadline_s: float) -> dict[str, list[float]]:
-    """GB/s of each path for each of BLOCK_COUNTS: medians over `rounds`, fewer when time is up."""
-    order = np.random.default_rng(0)
-    medians: dict[str, list[float]] = {name: [] for name in paths}
-    for count in BLOCK_COUNTS:
-        seconds: dict[str, list[float]] = {name: [] for name in paths}
-        for number in range(rounds + 1):
-            source, target = (order.permutation(NUM_BLOCKS)[:count].tolist() for _ in range(2))
-            for name, path in paths.items():
-                took_s = path(source, target)
-                if number:  # the first warms
-                    seconds[name].append(took_s)
-            if number and time.monotonic() > deadline_s:
-                break
-        for name, values in seconds.items():
-            medians[name].append(count * BLOCK_BYTES / statistics.median(values) / 1e9)
-    return medians
+def measure(paths: dict[str, Path], num_blocks: int, count: int, rounds: int) -> dict[str, list[float]]:
+    """Seconds of each path in each round; fewer rounds when time is up."""
+    order, deadline_s = np.random.default_rng(0), time.monotonic() + TIME_LIMIT_S / 2
+    seconds: dict[str, list[float]] = {name: [] for name in paths}
+    for number in range(rounds + 1):
+        source, target = (order.permutation(num_blocks)[:count].tolist() for _ in range(2))
+        first = number % len(paths)  # each way comes after each other one
+        for name in [*paths][first:] + [*paths][:first]:
+            took_s = paths[name](source, target)
+            if number:  # the first warms
+                seconds[name].append(took_s)
+        if number and time.monotonic() > deadline_s:
+            break
+    return seconds
 
 
-def print_table(medians: dict[str, list[float]]) -> None:
-    heads = [f"{count} blocks" for count in BLOCK_COUNTS]
-    print(f"| GB/s (share of copy) | {' | '.join(heads)} |")
-    print("| --- " * (len(heads) + 1) + "|")
-    copies = medians["copy in one process"]
-    for name, values in medians.items():
-        cells = [f"{value:.2f} ({value / copy:.2f})" for value, copy in zip(values, copies, strict=True)]
-        print(f"| {name} | {' | '.join(cells)} |")
+def print_rows(block_bytes: int, large: dict[str, list[float]], one: dict[str, list[float]]) -> None:
+    """GB/s; each round's ratio to the bare loop, the socket and the copy; us for one block; all in the median."""
+    num_bytes = PUSH_BYTES // block_bytes * block_bytes
+    for name, seconds in large.items():
+        ratios = [
+            statistics.median(other / ours for ours, other in zip(seconds, large[against], strict=True))
+            for against in (BARE, SOCKET, COPY)
+        ]
+        cells = [f"{num_bytes / statistics.median(seconds) / 1e9:.2f}", *(f"{ratio:.2f}" for ratio in ratios)]
+        cells.append(f"{statistics.median(one[name]) * 1e6:.0f}")
+        print(f"| {block_bytes >> 10} KiB | {name} | {' | '.join(cells)} |", flush=True)
+
+
+def idle_share(transport: NixlTransport) -> float:
+    """CPU time of the transport's thread while nothing moves, as a share of a core."""
+    stat = FilePath(f"/proc/self/task/{transport._thread._thread.native_id}/stat")
+
+    def cpu_s() -> float:
+        fields = stat.read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    before_s = cpu_s()
+    time.sleep(IDLE_S)
+    return (cpu_s() - before_s) / IDLE_S
 
 
 def run(lane: str, rounds: int) -> None:
     if lane == "tcp":
         os.environ["UCX_TLS"] = "tcp"
-    deadline_s = time.monotonic() + TIME_LIMIT_S
-    blocks = make_pool(7)
-    with asyncio.Runner() as runner, target_process() as (peer, port):
-        transport = NixlTransport(WorkerRef("source", str(os.getpid())), IDENTITY, memory_pool(blocks))
+    print(f"{PUSH_BYTES >> 20} MiB a push, up to {rounds} rounds, load average {os.getloadavg()[0]:.1f}")
+    print(f"| block | way | GB/s | to {BARE} | to {SOCKET} | to {COPY} | one block, us |")
+    print("| --- " * 7 + "|")
+    for block_bytes in BLOCK_SIZES:
+        with asyncio.Runner() as runner, target_process(block_bytes) as (peer, port):
+            blocks = make_pool(block_bytes, 7)
+            ref = WorkerRef("source", f"{os.getpid()}-{block_bytes}")
+            transport = NixlTransport(ref, IDENTITY, memory_pool(blocks))
+            link = runner.run(connect(transport, peer))
+            paths = {
+                PUSH: push_path(transport, peer, runner),
+                BARE: bare_nixl_path(blocks, peer),
+                SOCKET: socket_path(blocks, port),
+                COPY: memcpy_path(blocks),
+            }
+            large = measure(paths, len(blocks), PUSH_BYTES // block_bytes, rounds)
+            print_rows(block_bytes, large, measure(paths, len(blocks), 1, 10 * rounds))
+            share = idle_share(transport) if block_bytes == BLOCK_SIZES[-1] else None
+            runner.run(transport.close())
+    assert share is not None
+    print(f"lane: {link.lane}, probe {link.probe_gbps:.2f} GB/s; idle thread: {share:.1%} of a core")
 
-        async def connect() -> None:
-            transport.listen(lambda *_: None, lambda _: None)
-            link = await transport.connect(peer)
-            print(
-                f"lane: {link.lane}, probe {link.probe_gbps:.2f} GB/s; {BLOCK_BYTES >> 10} KiB blocks, {rounds} rounds"
-            )
 
-        runner.run(connect())
-        paths = {
-            "NixlTransport.push": push_path(transport, peer, runner),
-            "bare NIXL loop": bare_nixl_path(blocks, peer),
-            "TCP socket, loopback": socket_path(blocks, port),
-            "copy in one process": memcpy_path(blocks),
-        }
-        print_table(measure(paths, rounds, deadline_s))
-        runner.run(transport.close())
+async def connect(transport: NixlTransport, peer: PoolDescription) -> PeerLink:
+    transport.listen(lambda *_: None, lambda _: None)
+    return await transport.connect(peer)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lane", choices=("auto", "tcp"), default="auto", help="tcp: forbid UCX everything else")
     parser.add_argument("--rounds", type=int, default=9, help="measured rounds for each number of blocks (default 9)")
-    parser.add_argument("--target", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--target", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.target:
-        asyncio.run(be_target())
+        asyncio.run(be_target(arguments.target))
     else:
         run(arguments.lane, arguments.rounds)
 
