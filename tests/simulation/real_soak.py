@@ -195,11 +195,12 @@ class Conductor:
         request = GenerateRequest(
             request_id=f"r{next(self._requests)}",
             prompt_token_ids=prompt,
-            sampling=SamplingParams(0.0),
+            sampling=SamplingParams(seed=rng.randrange(1000)) if rng.random() < 0.5 else SamplingParams(0.0),
             stop=StopConditions(max_tokens=rng.randrange(1, 64 - len(prompt) + 1)),
             cache_salt=rng.choice(["", "", "other"]),
+            num_choices=rng.choice([1, 1, 1, 3]),
         )
-        return Client(request, undisturbed(request))
+        return Client(request, [undisturbed(request, choice) for choice in range(request.num_choices)])
 
     # --- one schedule ---
 
@@ -226,7 +227,7 @@ class Conductor:
         await self.until(lambda: all(client.over for client in clients), lambda: describe(clients))
         await self.settle()
         for client in clients:
-            self.seen["requests finished"] += client.finish is not None
+            self.seen["requests finished"] += client.finished
             self.seen["clients that left"] += client.left
             del self.clients[client.request.request_id]
         self.seen["schedules"] += 1
@@ -327,7 +328,7 @@ def make_faults(rng: random.Random) -> TransportFaults:
 
 
 def describe(clients: list[Client]) -> object:
-    return {client.request.request_id: len(client.received) for client in clients if not client.over}
+    return {client.request.request_id: client.received for client in clients if not client.over}
 
 
 @asynccontextmanager

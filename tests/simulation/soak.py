@@ -24,19 +24,20 @@ from tests.simulation.real_soak import soak
 NUM_REQUESTS = 25
 NUM_HANDOFFS = 30
 PRIORITIES = (0, 0, 1, -1, 5)
+NUM_CHOICES = (1, 1, 3)
 SAY_EVERY_S = 10.0
 
 
 def walk(seed: int) -> Counter[str]:
     """One schedule on virtual time. Raises what is wrong."""
-    cluster = cluster_world.World(seed, cluster_world.Faults(), PRIORITIES)
+    cluster = cluster_world.World(seed, cluster_world.Faults(), PRIORITIES, NUM_CHOICES)
     cluster.run(NUM_REQUESTS)
     handoffs = handoff_world.World(seed, handoff_world.Faults())
     handoffs.run(NUM_HANDOFFS)
     handoffs.check_over()
     seen = Counter({"hand-offs landed": handoffs.num_landed, "hand-offs aborted": handoffs.num_aborted})
     for client in cluster.clients:
-        seen["requests finished"] += client.finish is not None
+        seen["requests finished"] += client.finished
         seen["clients that left"] += client.left
         seen["requests that failed"] += client.error is not None
     seen["preemptions"] = sum(host.scheduler.num_preemptions for host in cluster.hosts.values())

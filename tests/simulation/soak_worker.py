@@ -71,11 +71,21 @@ class PoolSlots:
     def __setitem__(self, slot: tuple[int, int], value: int) -> None:
         self._words[slot] = value + 1
 
-    def get(self, slot: tuple[int, int], default: int | None = None) -> int | None:
+    def __getitem__(self, slot: tuple[int, int]) -> int:
         words = self._words[slot]
         if not (words == words[0]).all():
             raise TornRead(f"block {slot[0]}, slot {slot[1]}: {np.unique(words)[:4]}")
-        return int(words[0]) - 1 if words[0] else default
+        return int(words[0]) - 1
+
+    def __contains__(self, slot: tuple[int, int]) -> bool:
+        return self[slot] >= 0
+
+    def get(self, slot: tuple[int, int], default: int | None = None) -> int | None:
+        value = self[slot]
+        return value if value >= 0 else default
+
+    def pop(self, slot: tuple[int, int], _default: None) -> None:
+        self._words[slot] = 0
 
 
 class SealedPool(BlockPool):
@@ -134,7 +144,7 @@ class StrangeTransport(FaultyTransport):
         if decoded is None or self._random.random() >= self.strange:
             return
         twisted = self._random.choice(
-            [Quiet("strange"), StopPushing(), Landed(), BlocksPushed(0, 0, 1, 1, 3), BlocksPushed(1, 9, 2)]
+            [Quiet("strange"), StopPushing(), Landed(), BlocksPushed(0, 0, 1, 1, (3,)), BlocksPushed(1, 9, 2)]
         )
         handoff_id, generation = decoded[0].handoff_id, decoded[0].generation + self._random.randrange(100, 200)
         self._on_notice(sender, encode_notice(HandoffNotice(handoff_id, generation, twisted)))
@@ -169,10 +179,10 @@ class SoakWorker:
         copies = BLOCK_BYTES // 8 // BLOCK_SIZE
         self.words = np.zeros((NUM_BLOCKS, BLOCK_SIZE, copies), dtype=np.uint64)
         self.salts: dict[str, str] = {}
-        self.memory = ChainMemory(self.salts.__getitem__)
-        self.memory.slots = PoolSlots(self.words)  # type: ignore[assignment]
         rng = random.Random(str(ref))
         self.pool = SealedPool(self.words)
+        self.memory = ChainMemory(self.pool, self.salts.__getitem__)
+        self.memory.slots = PoolSlots(self.words)  # type: ignore[assignment]
         self.scheduler = Scheduler(SchedulerConfig(rng.choice([8, 16, 64]), 16), self.pool, LIMITS, b"id", no_watch)
         region = MemoryPool(self.words.ctypes.data, NUM_BLOCKS, BLOCK_BYTES)
         self.transport = StrangeTransport(NixlTransport(ref, IDENTITY, region, NIXL), TransportFaults())
@@ -291,7 +301,7 @@ class SoakWorker:
             progress = self.scheduler.commit(plan, await asyncio.to_thread(self.memory.run, plan))
             self.streams.step(self.service.stepped(progress), self.scheduler.load())
             for item in progress:
-                if item.handed_over:
+                if item.ended:
                     self.streams.disown(item.request_id)
 
     def pushed(self, report: PushReport) -> None:
@@ -349,9 +359,12 @@ async def main(descriptor: int) -> None:
     reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=descriptor))
     try:
         ref, role, plant = await read_message(reader)
-        if plant:
-            PLANTS[plant](setattr)
-        worker = SoakWorker(ref, role, writer)
+    except asyncio.IncompleteReadError:
+        return  # a spare that was not needed
+    if plant:
+        PLANTS[plant](setattr)
+    worker = SoakWorker(ref, role, writer)
+    try:
         await worker.serve(reader)
     except (asyncio.IncompleteReadError, ConnectionResetError):
         os._exit(0)  # the conductor is gone
