@@ -52,17 +52,19 @@ async def test_64_concurrent_streams_finish_and_leave_nothing(pair: RunningClust
 async def test_a_client_that_leaves_in_any_state_leaves_nothing(
     pair: RunningCluster, state: str, streamed: bool
 ) -> None:
+    """All choices of it; prefilled remotely, whatever the router has learned of the workers' paces by now."""
+    fields = {"tandem": {"prefill": "remote"}}
     async with aiohttp.ClientSession() as session:
         others = []
         if state == "queued":  # behind what keeps the prefill worker busy for seconds
             others = [
                 asyncio.create_task(
-                    stream_ids(session, pair, PROSE.prompt_ids, max_tokens=1, cache_salt=f"busy-{streamed}-{number}")
+                    stream_ids(session, pair, PROSE.prompt_ids, max_tokens=1, cache_salt=salt, **fields)
                 )
-                for number in range(2)
+                for salt in (f"busy-{streamed}-0", f"busy-{streamed}-1")
             ]
             await asyncio.to_thread(wait_until, lambda: pair.workers()["prefill-0"].load.waiting_tokens > 1000, 30.0)
-        fields = {"max_tokens": 400, "ignore_eos": True, "cache_salt": f"leaves-{state}-{streamed}"}
+        fields |= {"max_tokens": 400, "ignore_eos": True, "cache_salt": f"leaves-{state}-{streamed}"}
         fields |= {"stream": True, "n": 3} if streamed else {"stream": False}
         leaving = asyncio.create_task(stream_ids(session, pair, PROSE.prompt_ids[:700], **fields))
         await asyncio.to_thread(wait_until, lambda: reached(pair, state), 60.0, lambda: describe(pair))
