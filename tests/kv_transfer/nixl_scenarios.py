@@ -188,17 +188,22 @@ async def kill_mid_push() -> None:
         target = await end.start_target("t1")
         await end.connect(target)
         await end.push_all(target, 3)
-        pushes = [
-            asyncio.create_task(end.transport.push(target.ref, ALL_BLOCKS, ALL_BLOCKS, b"burst")) for _ in range(12)
-        ]
-        await asyncio.wait(pushes, return_when=asyncio.FIRST_COMPLETED)
+        num_pushed = 0
+
+        async def push_forever() -> None:
+            nonlocal num_pushed
+            while True:
+                await end.transport.push(target.ref, ALL_BLOCKS, ALL_BLOCKS, b"burst")
+                num_pushed += 1
+
+        pushes = [asyncio.create_task(push_forever()) for _ in range(4)]  # so that some are always in flight
+        await until(lambda: num_pushed > 0)
         target.process.kill()
         killed_s = time.monotonic()
         async with asyncio.timeout(LOST_BOUND_S):
             outcomes = await asyncio.gather(*pushes, return_exceptions=True)
         print(f"all settled {time.monotonic() - killed_s:.3f} s after the kill")
-        assert None in outcomes
-        assert {type(outcome) for outcome in outcomes if outcome is not None} == {WorkerLost}
+        assert [type(outcome) for outcome in outcomes] == [WorkerLost] * 4
         await end.expect_lost(target)
         assert end.transport.stats().in_flight == 0
 
