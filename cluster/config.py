@@ -168,6 +168,8 @@ class WorkerConfig:
     """As in ClusterConfig."""
     cpu_core: int | None = None
     """Core to run on; None: any."""
+    gpu_index: int = 0
+    """GPU to compute on, where an engine for GPUs is chosen; counted round where there are fewer."""
     lease_s: float = 10.0
     """Life of a hand-off lease without renewal."""
     host: str = "127.0.0.1"
@@ -179,6 +181,7 @@ class WorkerConfig:
                 raise BadRequest(name, "must not be empty")
         if self.cpu_core is not None:
             _require_range("cpu_core", self.cpu_core, 0, 4095)
+        _require_range("gpu_index", self.gpu_index, 0, 4095)
         _require_range("lease_s", self.lease_s, 0.1, 3600.0)
         _require_engine_fields(self)
 

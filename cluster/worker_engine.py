@@ -38,7 +38,12 @@ def build_engine(config: WorkerConfig) -> Engine:
     folder = config.model_folder
     tokenizer = Tokenizer.load(folder)
     runner = load_runner(
-        folder, config.dtype, config.num_blocks, config.block_size, progress=lambda line: logger.info("%s", line)
+        folder,
+        config.dtype,
+        config.num_blocks,
+        config.block_size,
+        progress=lambda line: logger.info("%s", line),
+        gpu_index=config.gpu_index,
     )
     geometry = runner.geometry
     identity = CacheIdentity(

@@ -29,6 +29,7 @@ def load_runner(
     num_blocks: int,
     block_size: int,
     progress: Callable[[str], None] = lambda _line: None,
+    gpu_index: int = 0,
 ) -> ModelRunner:
     """A runner of the model in `folder`. The environment variable TANDEM_ENGINE, one of ENGINES, forces one kind.
 
@@ -43,7 +44,7 @@ def load_runner(
     if forced == "gpu" and not torch.cuda.is_available():
         raise BadRequest(ENGINE_VARIABLE, "gpu, but torch sees none, or is a build for CPUs")
     if forced == "gpu" or (not forced and torch.cuda.is_available()):
-        return GpuModelRunner.load(folder, dtype, num_blocks, block_size, progress)
+        return GpuModelRunner.load(folder, dtype, num_blocks, block_size, progress, gpu_index)
     if forced == "torch":
         return TorchModelRunner.load(folder, dtype, num_blocks, block_size, progress)
     try:

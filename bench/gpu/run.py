@@ -128,6 +128,7 @@ def timing_sections(report: Report, machine: Machine, sizes: Sizes) -> None:
             report.section(
                 f"prefill {mode}", timing.time_prefill, machine, floors, dtype, invariant, sizes.prefills, rounds
             )
+    report.section("profile", timing.profile_steps, machine, max(sizes.decode_batches), max(sizes.prefills))
     report.section("host copies", timing.time_host_copies, machine, sizes.num_blocks // 2, sizes.rounds)
 
 

@@ -18,6 +18,7 @@ from engine.gpu.step_layout import lay_out
 from engine.step import SampleSpec, SequenceSlice, StepPlan
 
 WARM_UPS: Final = 2
+MOST_KERNELS: Final = 16
 GREEDY: Final = SampleSpec(SamplingParams(temperature=0.0), 0)
 
 
@@ -129,6 +130,26 @@ def time_prefill(
             "tokens_per_s": length / seconds,
             "share_of_floor": floors().prefill_s(length) / seconds,
         }
+    return figures
+
+
+def profile_steps(machine: Machine, batch: int, num_tokens: int) -> dict[str, Any]:
+    """Where an eager bfloat16 decode and prefill spend their time: kernels that take most, [count, microseconds]."""
+    runner = machine.runner("bfloat16", graphs=False)
+    kinds = [torch.profiler.ProfilerActivity.CUDA if machine.is_gpu else torch.profiler.ProfilerActivity.CPU]
+    figures: dict[str, Any] = {}
+    for name, plan in (
+        ("decode", decode_plan(batch, 4 * BLOCK_SIZE)),
+        ("prefill", prefill_plan(num_tokens, machine.config.vocab_size)),
+    ):
+        with torch.profiler.profile(activities=kinds) as profile:
+            runner.run(plan)
+        spent = [
+            (event.self_device_time_total if machine.is_gpu else event.self_cpu_time_total, event.count, event.key[:80])
+            for event in profile.key_averages()
+        ]
+        figures[name] = {key: [count, time_us] for time_us, count, key in sorted(spent, reverse=True)[:MOST_KERNELS]}
+        figures[f"{name}_kernels"] = sum(count for _, count, _ in spent)
     return figures
 
 

@@ -68,8 +68,8 @@ class CudaDevice:
     """One NVIDIA GPU. Has not been run by us yet (bench/gpu/run.py is to be its first check)."""
 
     def __init__(self, index: int = 0) -> None:
-        """Raises: RuntimeError: torch sees no such GPU."""
-        self.torch_device = torch.device("cuda", index)
+        """`index` is counted round among the GPUs that torch sees. Raises: RuntimeError: it sees none."""
+        self.torch_device = torch.device("cuda", index % max(1, torch.cuda.device_count()))
         self.capability = torch.cuda.get_device_capability(self.torch_device)
         kind = torch.cuda.get_device_name(self.torch_device).lower().replace(" ", "-")
         major, minor = self.capability

@@ -102,8 +102,9 @@ class GpuModelRunner:
         num_blocks: int,
         block_size: int = 16,
         progress: Callable[[str], None] = lambda _line: None,
+        gpu_index: int = 0,
     ) -> GpuModelRunner:
-        """Read a model folder onto this process's first GPU and make a pool of `num_blocks` blocks there.
+        """Read a model folder onto a GPU, counted round among those that torch sees, and make a pool there.
 
         TANDEM_ATTENTION (engine/gpu/attention.py) and TANDEM_INVARIANT, "1" or "0", are read from the environment.
 
@@ -113,7 +114,7 @@ class GpuModelRunner:
             raise BadRequest("dtype", f"must be one of {', '.join(DTYPES)}, got {dtype!r}")
         invariant = _invariant()
         config = ModelConfig.load(folder)
-        device = CudaDevice()
+        device = CudaDevice(gpu_index)
         make_attention = attention_for(device, config, dtype, block_size, invariant)
         weights = load_weights(folder, config, DTYPES[dtype], progress)
         progress("capturing decode graphs")

@@ -69,12 +69,12 @@ def test_a_gpu_is_taken_where_there_is_one_and_missed_where_it_is_asked_for(
     monkeypatch.setenv("TANDEM_ENGINE", "gpu")
     with pytest.raises(BadRequest, match="TANDEM_ENGINE: gpu, but torch sees none"):
         load_runner(tiny_folder, "float32", 8, 16)
-    loaded: list[object] = []
+    loaded: list[tuple[object, ...]] = []
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("engine.gpu.runner.GpuModelRunner.load", lambda *given: loaded.append(given))
     for value in ("gpu", ""):
         monkeypatch.setenv("TANDEM_ENGINE", value)
-        load_runner(tiny_folder, "float32", 8, 16)
-    assert len(loaded) == 2
+        load_runner(tiny_folder, "float32", 8, 16, gpu_index=3)
+    assert [given[-1] for given in loaded] == [3, 3]
     monkeypatch.setenv("TANDEM_ENGINE", "torch")
     assert isinstance(load_runner(tiny_folder, "float32", 8, 16), TorchModelRunner)
