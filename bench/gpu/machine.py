@@ -13,6 +13,7 @@ from typing import Any, Final
 import torch
 
 from engine.attention.paged_triton import triton_attention
+from engine.gpu.arithmetic import ExactArithmetic, GpuArithmetic
 from engine.gpu.attention import MakeAttention, attention_for
 from engine.gpu.device import CudaDevice, Device, HostDevice
 from engine.gpu.runner import DTYPES, GpuModelRunner
@@ -67,13 +68,13 @@ class Machine:
         model = DecoderModel(self.config, self.weights("float32"), CpuArithmetic())
         return TorchModelRunner(model, "float32", num_blocks, BLOCK_SIZE)
 
-    def make_attention(self, dtype: str, invariant: bool) -> MakeAttention:
+    def make_attention(self, dtype: str, exact: bool) -> MakeAttention:
         """The engine's own choice on a GPU; on a CPU the Triton kernel, interpreted."""
         if isinstance(self.device, CudaDevice):
-            return attention_for(self.device, self.config, dtype, BLOCK_SIZE, invariant)
-        return partial(triton_attention, num_heads=self.config.num_heads, invariant=invariant)
+            return attention_for(self.device, self.config, dtype, BLOCK_SIZE, exact)
+        return partial(triton_attention, num_heads=self.config.num_heads, exact=exact)
 
-    def _runner(self, dtype: str, invariant: bool = False, graphs: bool = True) -> GpuModelRunner:
+    def _runner(self, dtype: str, exact: bool = False, graphs: bool = True) -> GpuModelRunner:
         return GpuModelRunner(
             self.config,
             self.weights(dtype),
@@ -81,8 +82,8 @@ class Machine:
             self.num_blocks,
             BLOCK_SIZE,
             self.device,
-            self.make_attention(dtype, invariant),
-            invariant=invariant,
+            self.make_attention(dtype, exact),
+            ExactArithmetic() if exact else GpuArithmetic(),
             max_graph_sequences=self.max_graph_sequences if graphs else 0,
         )
 

@@ -119,14 +119,14 @@ def timing_sections(report: Report, machine: Machine, sizes: Sizes) -> None:
     for dtype in reversed(DTYPES):
         floors = cache(partial(timing.Floors, machine, dtype, sizes.copy_mib, sizes.matrix_size))
         report.section(f"floors {dtype}", timing.floor_figures, floors)
-        for invariant in (False, True):
-            mode = f"{dtype}{' exact' if invariant else ''}"
+        for exact in (False, True):
+            mode = f"{dtype}{' exact' if exact else ''}"
             batches, context, rounds = sizes.decode_batches, sizes.decode_context, sizes.rounds
             report.section(
-                f"decode {mode}", timing.time_decode, machine, floors, dtype, invariant, batches, context, rounds
+                f"decode {mode}", timing.time_decode, machine, floors, dtype, exact, batches, context, rounds
             )
             report.section(
-                f"prefill {mode}", timing.time_prefill, machine, floors, dtype, invariant, sizes.prefills, rounds
+                f"prefill {mode}", timing.time_prefill, machine, floors, dtype, exact, sizes.prefills, rounds
             )
     report.section("profile", timing.profile_steps, machine, max(sizes.decode_batches), max(sizes.prefills))
     report.section("host copies", timing.time_host_copies, machine, sizes.num_blocks // 2, sizes.rounds)

@@ -78,13 +78,13 @@ def time_decode(
     machine: Machine,
     floors: MeasuredFloors,
     dtype: str,
-    invariant: bool,
+    exact: bool,
     batches: tuple[int, ...],
     context: int,
     rounds: int,
 ) -> dict[str, Any]:
     """Seconds of a decode step: by graph and eager through `run`, and of a graph alone, many replays in a queue."""
-    by_graph, eager = (machine.runner(dtype, invariant, graphs) for graphs in (True, False))
+    by_graph, eager = (machine.runner(dtype, exact, graphs) for graphs in (True, False))
     with machine.device.stream():
         for runner in (by_graph, eager):
             runner.kv_pool.normal_()  # zeros would be faster than real values
@@ -116,11 +116,11 @@ def replay_s(machine: Machine, runner: GpuModelRunner, plan: StepPlan, rounds: i
 
 
 def time_prefill(
-    machine: Machine, floors: MeasuredFloors, dtype: str, invariant: bool, lengths: tuple[int, ...], rounds: int
+    machine: Machine, floors: MeasuredFloors, dtype: str, exact: bool, lengths: tuple[int, ...], rounds: int
 ) -> dict[str, Any]:
     """Seconds of one step that computes a whole prompt."""
     figures: dict[str, Any] = {}
-    runner = machine.runner(dtype, invariant)
+    runner = machine.runner(dtype, exact)
     for length in lengths:
         plan = prefill_plan(length, machine.config.vocab_size)
         seconds = median_s(machine.device, partial(runner.run, plan), rounds)

@@ -35,8 +35,8 @@ def flash4_attention(pool: torch.Tensor) -> PagedAttention:
     return PagedAttention("flash4", pool, attend)
 
 
-def flash2_attention(pool: torch.Tensor, invariant: bool) -> PagedAttention:
-    """flash-attn 2. invariant: decodes are not split, which a heuristic would do by what else is in the batch."""
+def flash2_attention(pool: torch.Tensor, exact: bool) -> PagedAttention:
+    """flash-attn 2. exact: decodes are not split, which a heuristic would do by what else is in the batch."""
     from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 
     def decode(batch: DeviceBatch, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -47,7 +47,7 @@ def flash2_attention(pool: torch.Tensor, invariant: bool) -> PagedAttention:
             cache_seqlens=batch.context_lens,
             block_table=batch.block_tables,
             causal=True,
-            num_splits=1 if invariant else 0,
+            num_splits=1 if exact else 0,
         )
         return output.squeeze(1)
 

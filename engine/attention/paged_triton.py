@@ -18,17 +18,17 @@ TILE_KEYS: Final = 64
 OPERANDS: Final = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 
 
-def triton_attention(pool: torch.Tensor, num_heads: int, invariant: bool) -> PagedAttention:
+def triton_attention(pool: torch.Tensor, num_heads: int, exact: bool) -> PagedAttention:
     """The kernel over a pool of float32 or bfloat16.
 
-    Split-free, so that a row's result never depends on its batch. invariant: nor on whether it is computed in a prefill
+    Split-free, so that a row's result never depends on its batch. exact: nor on whether it is computed in a prefill
     or in a decode, for which decodes take prefill's tiles.
     """
     block_size, num_kv_heads, head_dim = pool.shape[3:]
     group = num_heads // num_kv_heads
     least_rows = max(LEAST_TILE, triton.next_power_of_2(group))
     prefill_rows = max(PREFILL_TILE_ROWS, least_rows)
-    decode_rows = prefill_rows if invariant else least_rows
+    decode_rows = prefill_rows if exact else least_rows
     # Triton's interpreter, which runs the kernel on a CPU, has no products of bfloat16. There it takes float32 products
     # of the same values, which is what tensor cores compute.
     operand = OPERANDS[torch.float32 if pool.device.type == "cpu" else pool.dtype]

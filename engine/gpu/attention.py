@@ -24,9 +24,7 @@ logger = logging.getLogger(__name__)
 MakeAttention = Callable[[torch.Tensor], AttentionBackend[DeviceBatch]]  # gets the KV pool
 
 
-def attention_for(
-    device: CudaDevice, config: ModelConfig, dtype: str, block_size: int, invariant: bool
-) -> MakeAttention:
+def attention_for(device: CudaDevice, config: ModelConfig, dtype: str, block_size: int, exact: bool) -> MakeAttention:
     """The best kernel for this GPU, or the one that the variable TANDEM_ATTENTION names; logged, with the reasons.
 
     Raises: BadRequest: see choose_attention.
@@ -50,10 +48,10 @@ def attention_for(
         if choice.kernel == FLASH4:
             return flash4_attention(pool)
         if choice.kernel == FLASH2:
-            return flash2_attention(pool, invariant)
+            return flash2_attention(pool, exact)
         from engine.attention.paged_triton import triton_attention  # Triton need not be there
 
-        return triton_attention(pool, config.num_heads, invariant)
+        return triton_attention(pool, config.num_heads, exact)
 
     return make
 

@@ -16,7 +16,7 @@ import os
 from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 import torch
 
@@ -24,13 +24,13 @@ from core.blocks import KvGeometry
 from core.errors import BadRequest
 from engine.attention.backend import DeviceBatch
 from engine.attention.paged import KV_LAYOUT
-from engine.gpu.arithmetic import GpuArithmetic, InvariantArithmetic
 from engine.gpu.attention import MakeAttention, attention_for
 from engine.gpu.device import CudaDevice, Device
 from engine.gpu.graphs import DecodeGraphs, StepOutput, compute
 from engine.gpu.step_layout import GraphSizes, StepLayout, decode_buckets, lay_out
 from engine.gpu.weights import to_device
 from engine.model_config import ModelConfig
+from engine.models.arithmetic import Arithmetic
 from engine.models.decoder import DecoderModel
 from engine.runner import copy_blocks
 from engine.sampler import draw
@@ -38,9 +38,13 @@ from engine.slice_check import require_inside
 from engine.step import Drawn, SampleSpec, StepPlan
 from engine.weights import ModelWeights, load_weights
 
-INVARIANT_VARIABLE: Final = "TANDEM_INVARIANT"
+EXACT_VARIABLE: Final = "TANDEM_EXACT"
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 MAX_GRAPH_SEQUENCES: Final = 256  # larger decode steps are eager: their kernels take longer than their launches
+
+
+class DeviceArithmetic(Arithmetic, Protocol):
+    name: str  # part of the numeric class
 
 
 class GpuModelRunner:
@@ -57,14 +61,13 @@ class GpuModelRunner:
         block_size: int,
         device: Device,
         make_attention: MakeAttention,
+        arithmetic: DeviceArithmetic,
         *,
-        invariant: bool = False,
         max_graph_sequences: int = MAX_GRAPH_SEQUENCES,
     ) -> None:
         """Use `load`; this is for other devices and kernels.
 
         weights: on any device, in `dtype`. make_attention: gets the KV pool.
-        invariant: a token's logits do not depend on its batch and chunk, at a price (docs/adr/0014-gpu-attention.md).
         max_graph_sequences: 0 for none.
         """
         self.config = config
@@ -86,11 +89,10 @@ class GpuModelRunner:
             self._pool = torch.zeros(shape, dtype=DTYPES[dtype], device=device.torch_device)
         attention = make_attention(self._pool)
         self._attention = attention
-        self.numeric_class = f"{attention.name}-{device.name}-{dtype}{'-invariant' if invariant else ''}"
+        self.numeric_class = f"{attention.name}-{device.name}-{dtype}-{arithmetic.name}"
         table_width = min(num_blocks, -(-config.max_context_tokens // block_size))
         self.graph_sizes = GraphSizes(decode_buckets(max_graph_sequences) if max_graph_sequences else (), table_width)
         with device.stream(), torch.inference_mode():
-            arithmetic = InvariantArithmetic() if invariant else GpuArithmetic()
             self._model = DecoderModel(config, to_device(weights, device.torch_device), arithmetic)
             self.graphs = DecodeGraphs(device, self._model, attention, self.graph_sizes, block_size, num_blocks)
             device.finish()
@@ -106,21 +108,22 @@ class GpuModelRunner:
     ) -> GpuModelRunner:
         """Read a model folder onto a GPU, counted round among those that torch sees, and make a pool there.
 
-        TANDEM_ATTENTION (engine/gpu/attention.py) and TANDEM_INVARIANT, "1" or "0", are read from the environment.
+        TANDEM_ATTENTION (engine/gpu/attention.py) and TANDEM_EXACT, "1" or "0", are read from the environment.
 
         Raises: BadModel: the folder is damaged or of an unsupported kind. BadRequest: dtype, block_size or a variable.
         """
         if dtype not in DTYPES:
             raise BadRequest("dtype", f"must be one of {', '.join(DTYPES)}, got {dtype!r}")
-        invariant = _invariant()
+        exact = _exact()
         config = ModelConfig.load(folder)
         device = CudaDevice(gpu_index)
-        make_attention = attention_for(device, config, dtype, block_size, invariant)
+        make_attention = attention_for(device, config, dtype, block_size, exact)
         weights = load_weights(folder, config, DTYPES[dtype], progress)
         progress("capturing decode graphs")
-        return GpuModelRunner(
-            config, weights, dtype, num_blocks, block_size, device, make_attention, invariant=invariant
-        )
+        from engine.gpu.arithmetic import ExactArithmetic, GpuArithmetic  # Triton need not be there for other engines
+
+        arithmetic = ExactArithmetic() if exact else GpuArithmetic()
+        return GpuModelRunner(config, weights, dtype, num_blocks, block_size, device, make_attention, arithmetic)
 
     @property
     def kv_pool(self) -> torch.Tensor:
@@ -183,8 +186,8 @@ def _draw(output: StepOutput, specs: Sequence[SampleSpec]) -> Sequence[Drawn]:
     return draw(output.logits.cpu(), specs)
 
 
-def _invariant() -> bool:
-    value = os.environ.get(INVARIANT_VARIABLE, "0")
+def _exact() -> bool:
+    value = os.environ.get(EXACT_VARIABLE, "0")
     if value not in ("0", "1"):
-        raise BadRequest(INVARIANT_VARIABLE, f"must be 0 or 1, got {value!r}")
+        raise BadRequest(EXACT_VARIABLE, f"must be 0 or 1, got {value!r}")
     return value == "1"

@@ -1,4 +1,4 @@
-"""What of the forward pass differs by device: how rows are padded, and what multiplies and normalises them."""
+"""What of the forward pass differs by device: how rows are padded, multiplied, normalised, rotated and gated."""
 
 from __future__ import annotations
 
@@ -23,6 +23,14 @@ class Arithmetic(Protocol):
         """RMSNorm of float32 rows, [..., len(scale)] (arXiv:1910.07467)."""
         ...
 
+    def rotate(self, heads: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
+        """Rotary positions of [num_tokens, num_heads, head_dim], float32, by angles, [num_tokens, head_dim / 2]."""
+        ...
+
+    def gate(self, gated: torch.Tensor) -> torch.Tensor:
+        """SwiGLU of a product, [num_rows, 2 * width], gate before up, computed in float32 (arXiv:2002.05202)."""
+        ...
+
 
 class CpuArithmetic:
     """torch on a CPU: a row's result is the same to the bit in any batch.
@@ -40,3 +48,14 @@ class CpuArithmetic:
     def norm(self, rows: torch.Tensor, scale: torch.Tensor, epsilon: float) -> torch.Tensor:
         """See Arithmetic."""
         return rows * torch.rsqrt(rows.square().mean(dim=-1, keepdim=True) + epsilon) * scale
+
+    def rotate(self, heads: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
+        """See Arithmetic."""
+        cosine, sine = cosine.unsqueeze(1), sine.unsqueeze(1)
+        first, second = heads.chunk(2, dim=-1)
+        return torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
+
+    def gate(self, gated: torch.Tensor) -> torch.Tensor:
+        """See Arithmetic."""
+        gate, up = gated.float().chunk(2, dim=-1)
+        return functional.silu(gate, inplace=True).mul_(up)

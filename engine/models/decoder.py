@@ -9,10 +9,7 @@ arXiv:2302.05442.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
-from torch.nn import functional
 
 from engine.attention.backend import StepAttention
 from engine.model_config import ModelConfig
@@ -20,18 +17,7 @@ from engine.models.arithmetic import Arithmetic
 from engine.rope import rotary_tables
 from engine.weights import LayerWeights, ModelWeights
 
-
-@dataclass(frozen=True, slots=True)
-class _Rotation:
-    """Cosine and sine of each token's angles, both [num_tokens, 1, head_dim / 2], float32."""
-
-    cosine: torch.Tensor
-    sine: torch.Tensor
-
-    def apply(self, heads: torch.Tensor) -> torch.Tensor:
-        """Rotate [num_tokens, num_heads, head_dim], float32."""
-        first, second = heads.chunk(2, dim=-1)
-        return torch.cat((first * self.cosine - second * self.sine, second * self.cosine + first * self.sine), dim=-1)
+Angles = tuple[torch.Tensor, torch.Tensor]  # cosine and sine of each token's, [num_tokens, head_dim / 2], float32
 
 
 class DecoderModel:
@@ -57,9 +43,9 @@ class DecoderModel:
         """
         num_tokens = len(token_ids)
         residual = self._weights.embedding[self._pad_rows(token_ids)].float()
-        rotation = _Rotation(self._cosine[positions].unsqueeze(1), self._sine[positions].unsqueeze(1))
+        angles = self._cosine[positions], self._sine[positions]
         for index, layer in enumerate(self._weights.layers):
-            residual += self._attention(index, layer, residual, num_tokens, rotation, attention)
+            residual += self._attention(index, layer, residual, num_tokens, angles, attention)
             residual += self._feed_forward(layer, residual)
         if not len(rows):  # the head is a quarter of the weights: not for nothing
             return residual.new_empty((0, self.config.vocab_size))
@@ -72,15 +58,15 @@ class DecoderModel:
         layer: LayerWeights,
         residual: torch.Tensor,
         num_tokens: int,
-        rotation: _Rotation,
+        angles: Angles,
         attention: StepAttention,
     ) -> torch.Tensor:
-        """[num_rows, hidden_size], float32, in and out; rows past `num_tokens` are padding and have no KV."""
+        """What to add to `residual`, in the weights' dtype; rows past `num_tokens` are padding and have no KV."""
         queries, keys, values = self._heads(layer, residual, num_tokens)
         kv_dtype = layer.qkv.dtype
-        attention.write_kv(index, rotation.apply(keys).to(kv_dtype), values.to(kv_dtype))
-        attended = attention.attend(index, rotation.apply(queries))
-        return self._arithmetic.linear(self._pad_rows(attended.view(num_tokens, -1)), layer.output).float()
+        attention.write_kv(index, self._arithmetic.rotate(keys, *angles).to(kv_dtype), values.to(kv_dtype))
+        attended = attention.attend(index, self._arithmetic.rotate(queries, *angles))
+        return self._arithmetic.linear(self._pad_rows(attended.view(num_tokens, -1)), layer.output)
 
     def _heads(
         self, layer: LayerWeights, residual: torch.Tensor, num_tokens: int
@@ -98,11 +84,10 @@ class DecoderModel:
         return queries, keys, values
 
     def _feed_forward(self, layer: LayerWeights, residual: torch.Tensor) -> torch.Tensor:
-        """[num_rows, hidden_size], float32, in and out."""
+        """What to add to `residual`, [num_rows, hidden_size], in the weights' dtype."""
         arithmetic = self._arithmetic
         gated = arithmetic.linear(self._norm(residual, layer.feed_forward_norm), layer.gate_up)
-        gate, up = gated.float().chunk(2, dim=-1)
-        return arithmetic.linear(functional.silu(gate, inplace=True).mul_(up), layer.down).float()
+        return arithmetic.linear(arithmetic.gate(gated), layer.down)
 
     def _norm(self, rows: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         return self._arithmetic.norm(rows, scale, self.config.rms_norm_eps)

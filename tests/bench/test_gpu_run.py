@@ -18,6 +18,12 @@ def arguments(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return ["--device", "cpu", "--quick", "--no-golden", "--model", str(folder)]
 
 
+@pytest.fixture(autouse=True)
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interpreted programs are slow: one takes all rows of a tile."""
+    monkeypatch.setattr("engine.gpu.arithmetic.ROWS", 128)
+
+
 def test_every_section_passes_and_is_in_the_report(arguments: list[str], tmp_path: Path) -> None:
     out = tmp_path / "report.json"
     status = run.main([*arguments, "--out", str(out)])

@@ -1,10 +1,11 @@
-"""The GPU runner on a CPU: its layouts, buckets, padding and drawing, with "graphs" that are called again."""
+"""The GPU runner on a CPU: its layouts, buckets, padding and drawing, with "graphs" that are called again.
+
+With the Triton kernels it runs in tests/bench/test_gpu_run.py, its exact mode included.
+"""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,29 +13,31 @@ import torch
 
 from core.errors import InvariantBroken
 from core.request import SamplingParams
-from engine.attention.paged import PagedAttention
-from engine.attention.paged_triton import triton_attention
 from engine.gpu.device import HostDevice
 from engine.gpu.runner import DTYPES, GpuModelRunner
 from engine.model_config import ModelConfig
+from engine.models.arithmetic import CpuArithmetic
 from engine.step import SampleSpec, SequenceSlice, StepPlan
 from engine.torch_runner import TorchModelRunner
 from engine.weights import load_weights
 from tests.engine.gpu.reference_attention import reference_attention
-from tests.engine.invariance import assert_batches_agree, assert_chunks_agree
 from tests.engine.token_stream import generate, pooled_sequences, prefill
 
 NUM_BLOCKS = 64
 PROMPT_LENGTHS = (1, 15, 16, 17, 70)
 
 
+class TiledArithmetic(CpuArithmetic):
+    """torch's operations in large tiles, so that MKL too takes one kernel for any number of rows."""
+
+    name = "tiled"
+    row_multiple = 128
+
+
 def gpu_runner(
     folder: Path,
     dtype: str = "float32",
-    make_attention: Callable[[torch.Tensor, int], PagedAttention] = reference_attention,
-    *,
     max_graph_sequences: int = 4,
-    invariant: bool = False,
 ) -> GpuModelRunner:
     config = ModelConfig.load(folder)
     return GpuModelRunner(
@@ -44,9 +47,9 @@ def gpu_runner(
         NUM_BLOCKS,
         16,
         HostDevice(),
-        lambda pool: make_attention(pool, config.num_heads),
+        lambda pool: reference_attention(pool, config.num_heads),
+        TiledArithmetic(),
         max_graph_sequences=max_graph_sequences,
-        invariant=invariant,
     )
 
 
@@ -74,8 +77,8 @@ def test_tokens_are_those_of_the_torch_runner(runner: GpuModelRunner, tiny_folde
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_graph_computes_what_an_eager_step_computes(tiny_folder: Path, dtype: str) -> None:
     """Padded rows beside the real ones, stale inputs of a larger step before: neither may be seen."""
-    by_graph = gpu_runner(tiny_folder, dtype, invariant=True)
-    eager = gpu_runner(tiny_folder, dtype, invariant=True, max_graph_sequences=0)
+    by_graph = gpu_runner(tiny_folder, dtype)
+    eager = gpu_runner(tiny_folder, dtype, max_graph_sequences=0)
     for count in (4, 3, 2, 1, 3):
         logits = []
         for item in (by_graph, eager):
@@ -86,13 +89,6 @@ def test_a_graph_computes_what_an_eager_step_computes(tiny_folder: Path, dtype: 
             logits.append(item.logits(StepPlan(tuple(sequence.next_slice(1) for sequence in sequences))))
         assert torch.equal(*logits)
         assert torch.equal(by_graph.kv_pool, eager.kv_pool)
-
-
-def test_in_the_invariant_mode_a_token_does_not_depend_on_its_batch_and_chunk(tiny_folder: Path) -> None:
-    """With the Triton kernel; decodes by graph and eager, in prefills and alone."""
-    runner = gpu_runner(tiny_folder, "float32", partial(triton_attention, invariant=True), invariant=True)
-    assert_chunks_agree(runner, (70,), (37,))
-    assert_batches_agree(runner, (1, 2, 17, 70))
 
 
 def test_padding_rows_write_to_nobodys_block(runner: GpuModelRunner) -> None:
@@ -163,7 +159,7 @@ def test_logits_that_are_not_finite_are_refused(tiny_folder: Path) -> None:
 
 
 def test_the_identity_names_kernel_device_and_mode(runner: GpuModelRunner) -> None:
-    assert runner.numeric_class == "reference-host-float32"
+    assert runner.numeric_class == "reference-host-float32-tiled"
     assert runner.kv_layout == "block,layer,key-value,token,head,dim"
     assert runner.kv_pool.is_contiguous()
     assert runner.kv_pool[0].nbytes == runner.geometry.block_bytes

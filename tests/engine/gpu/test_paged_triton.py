@@ -13,6 +13,7 @@ import torch
 from engine.attention.backend import DeviceBatch
 from engine.attention.paged_triton import triton_attention
 from tests.engine.gpu.attention_cases import DECODES, HEADS, LAYER, MIXED, Heads, batch_of, filled_pool, random_queries
+from tests.engine.gpu.compile_kernels import CASES
 from tests.engine.gpu.reference_attention import reference_attention
 
 ROOT = Path(__file__).parents[3]
@@ -25,7 +26,7 @@ def test_float32_equals_the_reference(lengths: tuple[tuple[int, int], ...], head
     pool, batch = filled_pool(heads, block_size, torch.float32), batch_of(lengths, block_size)
     queries = random_queries(len(batch.slot_mapping), heads)
     expected = reference_attention(pool, heads.num_heads).begin_step(batch).attend(LAYER, queries)
-    got = triton_attention(pool, heads.num_heads, invariant=False).begin_step(batch).attend(LAYER, queries)
+    got = triton_attention(pool, heads.num_heads, exact=False).begin_step(batch).attend(LAYER, queries)
     torch.testing.assert_close(got, expected, atol=2e-6, rtol=2e-6)
     padding = batch.query_starts[batch.context_lens.tolist().index(0)]
     assert not got[padding].any()
@@ -37,7 +38,7 @@ def test_bfloat16_rounds_queries_and_weights_and_no_more() -> None:
     pool, batch = filled_pool(heads, 16, torch.bfloat16), batch_of(MIXED, 16)
     queries = random_queries(len(batch.slot_mapping), heads)
     expected = reference_attention(pool, heads.num_heads).begin_step(batch).attend(LAYER, queries)
-    got = triton_attention(pool, heads.num_heads, invariant=False).begin_step(batch).attend(LAYER, queries)
+    got = triton_attention(pool, heads.num_heads, exact=False).begin_step(batch).attend(LAYER, queries)
     assert got.dtype == torch.float32
     torch.testing.assert_close(got, expected, atol=2e-2, rtol=2e-2)
     assert not torch.equal(got, expected)
@@ -47,7 +48,7 @@ def test_a_row_is_the_same_to_the_bit_in_any_batch_and_chunk() -> None:
     """The last token of a sequence: decoded alone, decoded among others, at the end of each of several chunks."""
     heads, context = HEADS[0], 129
     pool = filled_pool(heads, 16, torch.float32)
-    attention = triton_attention(pool, heads.num_heads, invariant=True)
+    attention = triton_attention(pool, heads.num_heads, exact=True)
     batch = batch_of(((70, context),), 16)
     queries = random_queries(70, heads)
     whole = attention.begin_step(batch).attend(LAYER, queries)
@@ -78,7 +79,7 @@ def test_kv_is_written_to_its_slots_and_nowhere_else(dtype: torch.dtype) -> None
     batch = batch_of(((3, 3),), 16)
     batch = DeviceBatch(torch.tensor(slots), batch.query_starts, batch.context_lens, batch.block_tables, 3, 3)
     keys, values = torch.randn(2, 3, heads.num_kv_heads, heads.head_dim).to(dtype)
-    triton_attention(pool, heads.num_heads, invariant=False).begin_step(batch).write_kv(LAYER, keys, values)
+    triton_attention(pool, heads.num_heads, exact=False).begin_step(batch).write_kv(LAYER, keys, values)
     for index, slot in enumerate(slots):
         assert torch.equal(pool[slot // 16, LAYER, 0, slot % 16], keys[index])
         assert torch.equal(pool[slot // 16, LAYER, 1, slot % 16], values[index])
@@ -86,12 +87,12 @@ def test_kv_is_written_to_its_slots_and_nowhere_else(dtype: torch.dtype) -> None
     assert torch.equal(pool, before)
 
 
-def test_the_kernel_compiles_for_gpus_that_are_not_here(tmp_path: Path) -> None:
+def test_the_kernels_compile_for_gpus_that_are_not_here(tmp_path: Path) -> None:
     """In a process of its own: in this one Triton interprets."""
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-m", "tests.engine.gpu.compile_kernels"]
     done = subprocess.run(command, cwd=ROOT, env=environment, timeout=120, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     sizes = [int(line.split()[-1]) for line in done.stdout.splitlines()]
-    assert len(sizes) == 5
+    assert len(sizes) == len(CASES)
     assert min(sizes) > 0
