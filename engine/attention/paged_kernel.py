@@ -12,7 +12,7 @@ import triton.language as tl
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])  # else compiled anew for 1 and for multiples of 16
 def paged_attention(
     queries,  # [num_tokens, num_heads, head_dim], contiguous; `output` too
     output,

@@ -86,7 +86,7 @@ class CudaDevice:
 
     def stage(self, values: array[int]) -> torch.Tensor:
         """See Device. torch keeps pinned memory for reuse, and until the copies out of it are done."""
-        return as_tensor(values).pin_memory()
+        return as_tensor(values).pin_memory() if values else as_tensor(values)
 
     def capture(self, step: Callable[[], Result]) -> Callable[[], Result]:
         """See Device."""

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])  # else compiled anew for 1 and for multiples of 16
 def norm_rows(rows, scale, output, num_rows, epsilon, WIDTH: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr):
     """RMSNorm of contiguous float32 rows, [num_rows, WIDTH]."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -20,7 +20,7 @@ def norm_rows(rows, scale, output, num_rows, epsilon, WIDTH: tl.constexpr, PADDE
     tl.store(output + places, values * tl.rsqrt(mean_square + epsilon)[:, None] * scales[None, :], mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def gate_rows(gated, output, num_rows, WIDTH: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr):
     """silu(gate) * up of contiguous rows, gate before up, [num_rows, 2 * WIDTH]; computed in float32."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -34,7 +34,7 @@ def gate_rows(gated, output, num_rows, WIDTH: tl.constexpr, PADDED: tl.constexpr
     tl.store(output + places, result.to(output.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def rotate_rows(
     heads,  # [num_tokens, num_heads, 2 * HALF], float32, strided
     cosine,  # [num_tokens, HALF], float32, contiguous; `sine` too

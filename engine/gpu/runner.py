@@ -35,7 +35,7 @@ from engine.models.decoder import DecoderModel
 from engine.runner import copy_blocks
 from engine.sampler import draw
 from engine.slice_check import require_inside
-from engine.step import Drawn, SampleSpec, StepPlan
+from engine.step import Drawn, SampleSpec, SequenceSlice, StepPlan
 from engine.weights import ModelWeights, load_weights
 
 EXACT_VARIABLE: Final = "TANDEM_EXACT"
@@ -95,6 +95,7 @@ class GpuModelRunner:
         with device.stream(), torch.inference_mode():
             self._model = DecoderModel(config, to_device(weights, device.torch_device), arithmetic)
             self.graphs = DecodeGraphs(device, self._model, attention, self.graph_sizes, block_size, num_blocks)
+            self._warm_up()
             device.finish()
 
     @staticmethod
@@ -158,6 +159,11 @@ class GpuModelRunner:
             return self._eager(layout)
         output, rows = self.graphs.replay(layout), self._upload(layout.logit_rows)
         return StepOutput(output.logits[rows], output.greedy_ids[rows])
+
+    def _warm_up(self) -> None:
+        """A prefill into the scratch block: its kernels compile now, not in the first request."""
+        slices = (SequenceSlice("warm-up", (0, 0), 0, (self._num_blocks, self._num_blocks)),)
+        self._eager(lay_out(slices, self.geometry.block_size, self._num_blocks, self.graph_sizes))
 
     def _eager(self, layout: StepLayout) -> StepOutput:
         batch = DeviceBatch(

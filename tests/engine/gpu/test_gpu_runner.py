@@ -151,6 +151,7 @@ def test_a_slice_that_reaches_outside_is_refused(runner: GpuModelRunner, item: S
 
 def test_logits_that_are_not_finite_are_refused(tiny_folder: Path) -> None:
     runner = gpu_runner(tiny_folder)
+    assert not runner.kv_pool.any()  # captures and warm-up wrote elsewhere
     plan = StepPlan((SequenceSlice("r", (5,), 17, (3, 4), (SampleSpec(SamplingParams(temperature=0.0), 0),)),))
     assert isinstance(runner.run(plan)[0][0], int)
     runner.kv_pool[3] = float("nan")
