@@ -8,8 +8,7 @@
 4. `commit` takes the drawn tokens, makes full blocks findable, ends what ended, and says what progressed.
 
 A request with n choices is one sequence until its prompt is computed, and then forks into n, each with references on
-the prompt's blocks. One that is about to write into a block that others refer to writes into a copy, which the step
-makes first; the last holder writes in place. Choices are preempted one by one, and cancelled together.
+the prompt's blocks (engine/growth.py: copy-on-write). Choices are preempted one by one, and cancelled together.
 
 A step in flight owns its sequences and the sources of its copies: a request cancelled meanwhile gives its blocks back
 in `commit`, not before. Blocks go to whoever is first in line, and of those who hold some the last in line is preempted
@@ -29,6 +28,7 @@ from core.identity import namespace
 from core.membership import WorkerLoad
 from core.request import FinishReason, GenerateRequest, TokenDelta, WorkUsage
 from engine.block_pool import BlockPool
+from engine.growth import BlockGrowth
 from engine.sequence import MatcherFactory, ModelLimits, Sequence, StopWatch, StopWatchFactory, no_grammars
 from engine.step import DeadEnd, Drawn, GrammarMatcher, ScoredToken, StepPlan
 from engine.waiting_line import WaitingLine, rank
@@ -121,7 +121,7 @@ class Scheduler:
         self._awaiting_room = WaitingLine(config.scan_depth, config.max_overtakes)
         self._reserved: dict[str, Sequence] = {}  # their blocks are whoever reserved them's, until they land
         self._running: dict[Sequence, None] = {}
-        self._copies: list[tuple[int, int]] = []  # of the step to come; each holds a reference on its source
+        self._growth = BlockGrowth(pool, config.growth_blocks)
         self._in_flight: StepPlan | None = None
         self._computing: tuple[Sequence, ...] = ()  # of the step in flight, one for each slice
         self._num_sequences = 0
@@ -235,8 +235,7 @@ class Scheduler:
         if not chosen:
             return None
         slices = tuple(sequence.slice(num_tokens) for sequence, num_tokens in chosen.items())
-        self._in_flight, self._computing = StepPlan(slices, tuple(self._copies)), tuple(chosen)
-        self._copies.clear()
+        self._in_flight, self._computing = StepPlan(slices, self._growth.take_copies()), tuple(chosen)
         self._age(chosen)
         return self._in_flight
 
@@ -359,7 +358,8 @@ class Scheduler:
     def _admit(self, line: WaitingLine, due: bool, behind: WaitingLine) -> Reservation | None:
         """Blocks for the known tokens of the next one in `line`, beside what goes before it in the line `behind`."""
         found: list[Reservation] = []
-        growth = self._growth_blocks(batch_too=not due) if line else 0
+        holders = [*self._running, *self._reserved.values()] if line else []
+        growth = self._growth.num_expected(item for item in holders if not due or item.is_due(self.num_steps))
 
         def take(sequence: Sequence) -> bool:
             hashes, num_blocks = sequence.reusable_hashes(), sequence.num_blocks_to(sequence.num_known)
@@ -374,16 +374,6 @@ class Scheduler:
 
         line.admit(self.num_steps, due=due, take=take)
         return found[0] if found else None
-
-    def _growth_blocks(self, batch_too: bool) -> int:
-        """What must stay free for the next blocks of those who hold some: preempting them later would cost more."""
-        most = self.config.growth_blocks
-        holders = [*self._running, *self._reserved.values()]
-        return sum(
-            item.num_growth_blocks(most, must_copy=self._shares_last_block(item))
-            for item in holders
-            if batch_too or item.is_due(self.num_steps)
-        )
 
     def _preempt_batch(self, num_blocks: int) -> bool:
         """Preempt the last of batch work, to get `num_blocks` free in the end. False: all of it would not be enough.
@@ -402,30 +392,16 @@ class Scheduler:
 
     def _grow(self, sequence: Sequence) -> bool:
         """Make room for one more token, preempting from the last in line. False: this one was preempted itself."""
-        while (shares := self._shares_last_block(sequence)) or self._is_full(sequence):
+        while self._growth.needs_block(sequence):
             fresh = self.pool.allocate(1)
-            if fresh is None:
-                victim = max(self._running, key=rank)  # not chosen yet: the chosen rank before us
-                self._preempt(victim)
-                if victim is sequence:
-                    return False
-            elif shares:
-                self._copies.append((sequence.blocks[-1], fresh[0]))  # which takes over the reference on its source
-                sequence.blocks[-1] = fresh[0]
-            else:
-                sequence.blocks += fresh
+            if fresh is not None:
+                self._growth.give(sequence, *fresh)
+                continue
+            victim = max(self._running, key=rank)  # not chosen yet: the chosen rank before us
+            self._preempt(victim)
+            if victim is sequence:
+                return False
         return True
-
-    def _is_full(self, sequence: Sequence) -> bool:
-        return sequence.num_blocks_to(sequence.num_known) > len(sequence.blocks)
-
-    def _shares_last_block(self, sequence: Sequence) -> bool:
-        """The block that its next token goes into is another choice's too; one whose copy is planned has left it."""
-        if sequence.num_computed % self.limits.block_size == 0 or not sequence.decoding:
-            return False
-        block = sequence.blocks[-1]
-        num_leaving = sum(source == block for source, _target in self._copies)
-        return self.pool.num_references(block) - num_leaving > 1
 
     def _preempt(self, sequence: Sequence) -> None:
         """Take a sequence's blocks; it waits, in its old place in line, to compute again what is no longer cached."""

@@ -109,7 +109,7 @@ class Sequence:
     def num_blocks_to(self, num_tokens: int) -> int:
         return num_blocks_for(num_tokens, self.limits.block_size)
 
-    def num_growth_blocks(self, most: int, *, must_copy: bool = False) -> int:
+    def num_growth_blocks(self, most: int, *, must_copy: bool) -> int:
         """Blocks beyond those for the known tokens that its choices may still come to need, `most` at most for each.
 
         must_copy: its last block is shared with another choice.

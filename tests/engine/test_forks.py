@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from core.blocks import num_blocks_for
 from core.errors import BadRequest
 from core.request import MAX_CHOICES, FinishReason, GenerateRequest, SamplingParams, StopConditions
+from engine.growth import BlockGrowth
 from engine.scheduler import Progress, Scheduler
 from engine.step import Drawn, StepPlan
 from tests.engine.scheduler_bench import BLOCK_SIZE, Bench
@@ -216,7 +217,7 @@ def test_the_walks_preempt_and_copy() -> None:
 
 def never_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every choice writes into the block that all of them hold."""
-    monkeypatch.setattr(Scheduler, "_shares_last_block", lambda self, sequence: False)
+    monkeypatch.setattr(BlockGrowth, "_must_copy", lambda self, sequence: False)
 
 
 def free_copied_blocks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
