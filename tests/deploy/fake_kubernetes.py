@@ -6,18 +6,12 @@ it was last told to be.
 
 from __future__ import annotations
 
-import asyncio
 import json
-import threading
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, Final, NamedTuple
 
 import yaml
 from aiohttp import web
-
-START_TIMEOUT_S: Final = 10.0
 
 # (group/version, plural): kind
 KINDS: Final = {
@@ -58,6 +52,12 @@ class FakeKubernetes:
     def __init__(self) -> None:
         self.objects: dict[Key, dict[str, Any]] = {}
         self._version = 0
+
+    def app(self) -> web.Application:
+        """To be served."""
+        app = web.Application(client_max_size=16 << 20)
+        app.router.add_route("*", "/{path:.*}", self.handle)
+        return app
 
     async def handle(self, request: web.Request) -> web.Response:
         if request.path == "/openapi/v2":  # protobuf, empty: no schemas to validate against
@@ -155,35 +155,6 @@ def _resources(group_version: str) -> dict[str, Any]:
         for plural, kind in kinds
     ]
     return {"kind": "APIResourceList", "apiVersion": "v1", "groupVersion": group_version, "resources": items}
-
-
-@contextmanager
-def running(kubernetes: FakeKubernetes) -> Iterator[str]:
-    """Serve it on a free loopback port, in a thread of its own; gives its URL."""
-    started: list[int] = []
-    ready, stop = threading.Event(), threading.Event()
-    loop = asyncio.new_event_loop()
-
-    async def serve() -> None:
-        app = web.Application(client_max_size=16 << 20)
-        app.router.add_route("*", "/{path:.*}", kubernetes.handle)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        started.append(runner.addresses[0][1])
-        ready.set()
-        await asyncio.to_thread(stop.wait)
-        await runner.cleanup()
-
-    thread = threading.Thread(target=lambda: loop.run_until_complete(serve()), name="fake-kubernetes")
-    thread.start()
-    try:
-        assert ready.wait(START_TIMEOUT_S)
-        yield f"http://127.0.0.1:{started[0]}"
-    finally:
-        stop.set()
-        thread.join(START_TIMEOUT_S)
-        loop.close()
 
 
 def kubeconfig(url: str) -> str:

@@ -14,7 +14,8 @@ import pytest
 from kubernetes import client, config
 
 from tests.deploy.chart import CHART, NAMESPACE, PLAIN, merged, render
-from tests.deploy.fake_kubernetes import FakeKubernetes, kubeconfig, running
+from tests.deploy.fake_kubernetes import FakeKubernetes, kubeconfig
+from tests.deploy.serving import serving
 
 RELEASE: Final = "demo"
 TWO: Final = merged(PLAIN, {"decode": {"replicas": 2}})
@@ -43,9 +44,9 @@ class Cluster:
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
     kubernetes = FakeKubernetes()
-    with running(kubernetes) as url:
+    with serving(kubernetes.app) as port:
         file = tmp_path / "kubeconfig"
-        file.write_text(kubeconfig(url))
+        file.write_text(kubeconfig(f"http://127.0.0.1:{port}"))
         one = Cluster(kubernetes, file)
         try:
             yield one

