@@ -1,4 +1,4 @@
-"""What runs inside a Ray actor process: a host object, its log file, its thread settings. Knows neither Ray nor torch.
+"""What runs inside a Ray actor process: a host object, its log file, its thread settings. Does not load torch.
 
 The host (cluster.worker_host.WorkerHost, router.main.RouterProcess) is named by an import path and imported only
 here, in the actor's process: so the launcher never loads torch, and thread settings stand in the environment before
@@ -16,7 +16,10 @@ import traceback
 from pathlib import Path
 from typing import Any, Final
 
+from cluster import processes
+from cluster.burial import Location
 from cluster.config import WorkerConfig
+from cluster.ray_runtime import this_host
 from core.membership import WorkerInfo
 from telemetry.logs import setup_logs
 
@@ -29,8 +32,9 @@ class _HostActor:
     """Start, ping, watch and stop one host object. A failure reaches the caller as plain text: exceptions of
     libraries do not always survive the way between processes."""
 
-    def __init__(self, host_path: str, log_file: Path, environment: dict[str, str]) -> None:
-        _redirect_output(log_file)
+    def __init__(self, host_path: str, log_file: Path | None, environment: dict[str, str]) -> None:
+        if log_file is not None:
+            _redirect_output(log_file)
         os.environ.update(environment)
         self._host_path = host_path
         self._host: Any = None
@@ -57,11 +61,17 @@ class _HostActor:
         """This process's pid; answers as long as the event loop turns."""
         return os.getpid()
 
+    async def locate(self) -> Location:
+        """Where to find this process when it does not answer any more."""
+        process = processes.find(os.getpid())
+        assert process is not None
+        return Location(this_host(), process)
+
 
 class WorkerActor(_HostActor):
     """The process of one prefill or decode worker."""
 
-    def __init__(self, host_path: str, worker_id: str, log_file: Path) -> None:
+    def __init__(self, host_path: str, worker_id: str, log_file: Path | None) -> None:
         super().__init__(host_path, log_file, WORKER_ENVIRONMENT)
         setup_logs(worker_id)
 

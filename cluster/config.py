@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import types
-import typing
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Final
-
-import yaml
 
 from core.errors import BadRequest
 from core.membership import Role
 from kv_transfer.effects import LoadFailurePolicy
 from kv_transfer.faults import TransportFaults
+from router.config import RouterConfig
+from router.dispatcher import DispatcherConfig
 
 DTYPES: Final = ("float32", "bfloat16")
 MAX_WORKERS_PER_ROLE: Final = 64
+OWN_ADDRESS: Final = "auto"
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterConfig:
-    """One cluster on this machine: a router, prefill workers and decode workers."""
+    """One cluster: a router, prefill workers and decode workers; on this machine unless `ray_address` says where."""
 
     model_folder: Path
     """Folder in Hugging Face form: config.json, tokenizer.json, *.safetensors."""
@@ -46,6 +44,18 @@ class ClusterConfig:
     """Where workers announce themselves and `tandem status` asks; whoever reaches it is believed."""
     registry_port: int = 50052
     """0: any free port."""
+    router_host: str = ""
+    """Name or address at which workers and their controller reach the registry; empty: `registry_host`."""
+    ray_address: str = ""
+    """host:port of a Ray that runs on several hosts, for `tandem controller`; `tandem up` starts one of its own."""
+    worker_host: str = "127.0.0.1"
+    """Address that a worker listens on and is called at; "auto": its host's own address on `kv_interface`."""
+    metrics_port: int = 0
+    """Port of a worker's /metrics, where each worker has a host of its own; 0: any free port."""
+    controller_health_host: str = "127.0.0.1"
+    """Where `tandem controller` answers /livez and /readyz."""
+    controller_health_port: int = 8081
+    """Its port."""
     dtype: str = "float32"
     """Of weights and KV. float32 is exact, token for token; bfloat16 halves the memory."""
     num_blocks: int = 1024
@@ -93,9 +103,12 @@ class ClusterConfig:
             if port and port in taken:
                 raise BadRequest(name, f"must differ from {taken[port]}, both are {port}")
             taken[port] = name
-        for name in ("http_host", "grpc_host", "registry_host"):
+        for name in ("http_host", "grpc_host", "registry_host", "controller_health_host"):
             if not getattr(self, name):
                 raise BadRequest(name, "must not be empty")
+        if self.ray_address and not _is_address(self.ray_address):
+            raise BadRequest("ray_address", f"must be host:port, got {self.ray_address!r}")
+        _require_range("controller_health_port", self.controller_health_port, 1, 65535)
         if not self.local_prefill_cost >= 1.0:
             raise BadRequest("local_prefill_cost", f"must be a number of at least 1, got {self.local_prefill_cost}")
         for name in ("lease_s", "start_timeout_s", "drain_timeout_s", "heartbeat_timeout_s"):
@@ -118,7 +131,7 @@ class ClusterConfig:
     @property
     def registry_address(self) -> str:
         """host:port of the router, for workers and their keeper."""
-        return f"{self.registry_host}:{self.registry_port}"
+        return f"{self.router_host or self.registry_host}:{self.registry_port}"
 
     @property
     def roles(self) -> tuple[tuple[str, Role], ...]:
@@ -166,17 +179,19 @@ class WorkerConfig:
     """As in ClusterConfig."""
     kv_faults: str | None = None
     """As in ClusterConfig."""
+    worker_host: str = "127.0.0.1"
+    """As in ClusterConfig: its gRPC server listens there on a free port."""
+    metrics_port: int = 0
+    """As in ClusterConfig."""
     cpu_core: int | None = None
     """Core to run on; None: any."""
     gpu_index: int = 0
     """GPU to compute on, where an engine for GPUs is chosen; counted round where there are fewer."""
     lease_s: float = 10.0
     """Life of a hand-off lease without renewal."""
-    host: str = "127.0.0.1"
-    """Where its gRPC server and its metrics listen, on free ports."""
 
     def __post_init__(self) -> None:
-        for name in ("worker_id", "incarnation", "router_address", "host"):
+        for name in ("worker_id", "incarnation", "router_address"):
             if not getattr(self, name):
                 raise BadRequest(name, "must not be empty")
         if self.cpu_core is not None:
@@ -186,25 +201,6 @@ class WorkerConfig:
         _require_engine_fields(self)
 
 
-def load_cluster_config(file: Path | None, overrides: Mapping[str, Any], default_model: Path) -> ClusterConfig:
-    """Defaults, then the YAML `file`, then `overrides` (flags); each key is a field of ClusterConfig.
-
-    Raises: BadRequest: an unknown key, a wrong type or a value out of range, by its name.
-    """
-    values = {"model_folder": default_model, **(_read_yaml(file) if file else {}), **overrides}
-    if values.get("aggregated") and values.get("num_prefill"):
-        raise BadRequest("num_prefill", "an aggregated cluster has no prefill workers: leave it out")
-    if isinstance(values["model_folder"], str):
-        values["model_folder"] = Path(values["model_folder"])
-    hints = typing.get_type_hints(ClusterConfig)
-    for name, value in values.items():
-        if name not in hints:
-            raise BadRequest(name, f"is not a setting; the settings are {', '.join(hints)}")
-        values[name] = _typed(name, value, hints[name])
-    config = ClusterConfig(**values)
-    return replace(config, model_folder=config.model_folder.expanduser().absolute())
-
-
 def worker_config(cluster: ClusterConfig, worker_id: str, incarnation: str, role: Role, **rest: Any) -> WorkerConfig:
     """A worker's share of the cluster's settings; `rest` holds what only the launcher knows."""
     shared = {item.name for item in fields(WorkerConfig)} & {item.name for item in fields(ClusterConfig)}
@@ -212,29 +208,19 @@ def worker_config(cluster: ClusterConfig, worker_id: str, incarnation: str, role
     return WorkerConfig(worker_id=worker_id, incarnation=incarnation, role=role, **values)
 
 
-def _read_yaml(file: Path) -> dict[str, Any]:
-    try:
-        values = yaml.safe_load(file.read_text())
-    except (OSError, yaml.YAMLError) as error:
-        raise BadRequest("config", f"cannot be read: {error}") from error
-    if values is None:
-        return {}
-    if not isinstance(values, dict):
-        raise BadRequest("config", f"{file} must hold a mapping of settings")
-    return {str(name): value for name, value in values.items()}
+def router_config(cluster: ClusterConfig) -> RouterConfig:
+    """The router's share."""
+    shared = {item.name for item in fields(RouterConfig)} & {item.name for item in fields(ClusterConfig)}
+    return RouterConfig(
+        **{name: getattr(cluster, name) for name in shared} | {"model_name": cluster.served_model_name},
+        max_context_tokens=cluster.num_blocks * cluster.block_size,
+        dispatcher=DispatcherConfig(local_prefill_cost=cluster.local_prefill_cost),
+    )
 
 
-def _typed(name: str, value: object, hint: object) -> object:
-    """`value` if it is of the field's type; whole numbers also do for float fields."""
-    allowed: tuple[Any, ...] = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    if float in allowed and type(value) is int:
-        return float(value)
-    # bool is a subclass of int: `http_port: true` must not pass.
-    misplaced_bool = isinstance(value, bool) and bool not in allowed
-    if misplaced_bool or not isinstance(value, allowed):
-        names = " or ".join("nothing" if kind is type(None) else kind.__name__ for kind in allowed)
-        raise BadRequest(name, f"must be {names}, got {value!r}")
-    return value
+def _is_address(text: str) -> bool:
+    host, _, port = text.rpartition(":")
+    return bool(host) and port.isdecimal()
 
 
 def _require_range(name: str, value: float, low: float, high: float) -> None:
@@ -245,14 +231,16 @@ def _require_range(name: str, value: float, low: float, high: float) -> None:
 def _require_engine_fields(config: ClusterConfig | WorkerConfig) -> None:
     if config.dtype not in DTYPES:
         raise BadRequest("dtype", f"must be one of {', '.join(DTYPES)}, got {config.dtype!r}")
-    if not config.kv_interface:
-        raise BadRequest("kv_interface", "must not be empty")
     policies = [policy.value for policy in LoadFailurePolicy]
     if config.kv_load_failure_policy not in policies:
         raise BadRequest("kv_load_failure_policy", f"must be {' or '.join(policies)}")
     _require_range("kv_bytes_in_flight", config.kv_bytes_in_flight, 1 << 16, 1 << 36)
     if config.kv_faults is not None:
         TransportFaults.parse(config.kv_faults)
+    for name in ("kv_interface", "worker_host"):
+        if not getattr(config, name):
+            raise BadRequest(name, "must not be empty")
+    _require_range("metrics_port", config.metrics_port, 0, 65535)
     _require_range("num_blocks", config.num_blocks, 1, 1 << 22)
     _require_range("block_size", config.block_size, 1, 256)
     _require_range("token_budget", config.token_budget, 1, 65536)

@@ -1,8 +1,8 @@
 """Keeps the wanted workers running: performs what the fleet decides, and tells it what happened.
 
 One task per life of a worker: create the actor, start it, watch it. Each outcome goes through one inbox, so the fleet
-sees one event after the other. A life that is over is buried: its process is killed, seen to be gone, and only then
-reported dead, because from then on the blocks that it could still write are used again.
+sees one event after the other. A life that is over is buried (cluster/burial.py) and only then reported dead, because
+from then on the blocks that it could still write are used again.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Final, assert_never
 
-from cluster import processes
+from cluster.burial import Bury, Location
 from cluster.config import ClusterConfig, WorkerConfig
 from cluster.fleet import (
     DrainWorker,
@@ -29,12 +29,10 @@ from cluster.fleet import (
     WorkerDied,
     WorkerStarted,
 )
-from cluster.processes import Process
 from cluster.ray_runtime import Actor, ActorError, ActorLost
 from core.membership import Life, WorkerInfo, WorkerRef
 
 PING_EVERY_S: Final = 2.0
-KILL_TIMEOUT_S: Final = 2.0
 STOP_TIMEOUT_S: Final = 5.0  # for closing servers, once drained
 
 ActorFailures: Final = (ActorLost, ActorError, TimeoutError)
@@ -49,23 +47,35 @@ class Controller:
     """Runs in the launcher's event loop: `run` until cancelled, `stop` first for a quiet end."""
 
     def __init__(
-        self, fleet: Fleet, spawn: Spawn, config: ClusterConfig, listener: Listener, report_death: ReportDeath
+        self,
+        fleet: Fleet,
+        spawn: Spawn,
+        config: ClusterConfig,
+        listener: Listener,
+        bury: Bury,
+        report_death: ReportDeath,
     ) -> None:
         self._fleet = fleet
         self._spawn = spawn
         self._config = config
         self._listener = listener
+        self._bury = bury
         self._report_death = report_death
         self._inbox: asyncio.Queue[Event] = asyncio.Queue()
         self._actors: dict[WorkerRef, Actor] = {}
-        self._processes: dict[WorkerRef, Process] = {}
+        self._locations: dict[WorkerRef, Location] = {}
         self._lives = asyncio.TaskGroup()
         self._emptied = asyncio.Event()
         self.workers: dict[str, WorkerInfo] = {}  # READY ones, by worker id
 
     @property
+    def lives(self) -> dict[str, Life]:
+        """Each wanted worker's, by worker id."""
+        return self._fleet.lives
+
+    @property
     def all_ready(self) -> bool:
-        return all(life is Life.READY for life in self._fleet.lives.values())
+        return all(life is Life.READY for life in self.lives.values())
 
     async def run(self) -> None:
         """Start all workers and keep them; never returns. An error that no worker explains ends it, and them."""
@@ -112,10 +122,10 @@ class Controller:
             case DrainWorker(ref):
                 self._lives.create_task(self._drain(self._actors[ref]))
             case ForgetWorker(ref):
-                actor, process = self._actors.pop(ref), self._processes.pop(ref, None)
+                actor, location = self._actors.pop(ref), self._locations.pop(ref, None)
                 actor.kill()  # a drained one for the second time: that finds nothing
-                if process is not None:
-                    self._lives.create_task(self._bury(ref, process))
+                if location is not None:  # else it was never told to start
+                    self._lives.create_task(self._end(ref, location))
             case WakeAt(at_s):
                 # The loop's clock is time.monotonic.
                 asyncio.get_running_loop().call_at(at_s, self._inbox.put_nowait, Wake())
@@ -125,9 +135,7 @@ class Controller:
     async def _live(self, ref: WorkerRef, actor: Actor, config: WorkerConfig) -> None:
         """One life of one worker, from its process's birth to its end."""
         try:
-            pid = await actor.call("ping", timeout_s=self._config.start_timeout_s)
-            if (process := processes.find(pid)) is not None:
-                self._processes[ref] = process
+            self._locations[ref] = await actor.call("locate", timeout_s=self._config.start_timeout_s)
             info: WorkerInfo = await actor.call("start", config, timeout_s=self._config.start_timeout_s)
         except ActorFailures as error:
             self._inbox.put_nowait(StartFailed(ref, _text(error)))
@@ -136,12 +144,9 @@ class Controller:
         self._inbox.put_nowait(WorkerStarted(ref))
         self._inbox.put_nowait(WorkerDied(ref, await watch(actor, self._config.heartbeat_timeout_s)))
 
-    async def _bury(self, ref: WorkerRef, process: Process) -> None:
-        """Ray's kill may be lost with Ray's own trouble; ours cannot, and nothing is reported before it is true."""
-        left = await processes.wait_gone([process], KILL_TIMEOUT_S)
-        while left:
-            processes.kill(process)
-            left = await processes.wait_gone([process], KILL_TIMEOUT_S)
+    async def _end(self, ref: WorkerRef, location: Location) -> None:
+        """Nothing is reported before it is true."""
+        await self._bury(ref, location)
         await self._report_death(ref)
 
     async def _drain(self, actor: Actor) -> None:

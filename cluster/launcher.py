@@ -19,7 +19,8 @@ from typing import Any, Final
 
 from cluster import processes
 from cluster.actors import RouterActor, WorkerActor
-from cluster.config import ClusterConfig, WorkerConfig, worker_config
+from cluster.burial import bury_here
+from cluster.config import ClusterConfig, WorkerConfig, router_config, worker_config
 from cluster.controller import Controller
 from cluster.death_notices import DeathNotices
 from cluster.fleet import Event, Fleet, StartFailed, StartWorker, WorkerDied, WorkerStarted
@@ -31,7 +32,6 @@ from cluster.status_client import RouterUnreachable, fetch_status, missing, repo
 from cluster.valkey import EmbeddedValkey
 from core.errors import TandemError
 from router.config import RouterConfig
-from router.dispatcher import DispatcherConfig
 
 RAY_START_TIMEOUT_S: Final = 60.0
 RAY_STOP_TIMEOUT_S: Final = 15.0
@@ -62,11 +62,11 @@ class Launcher:
         self._logs = folders.logs
         self._progress = progress
         self._hosts = hosts or Hosts()
-        self._ray = RayRuntime(len(config.roles) + 1, folders.ray)
+        self._ray = RayRuntime.private(len(config.roles) + 1, folders.ray)
         self._valkey: EmbeddedValkey | None = None
         fleet = Fleet(config.roles, SystemRandom())
         self._deaths = DeathNotices(lambda ref: report_death(self._config.registry_address, ref))
-        self._controller = Controller(fleet, self._spawn_worker, config, self._heard, self._deaths.died)
+        self._controller = Controller(fleet, self._spawn_worker, config, self._heard, bury_here, self._deaths.died)
         self._router = RouterKeeper(self._spawn_router, config, progress.say, self._deaths.router_started)
         self._started = asyncio.Event()
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -172,9 +172,8 @@ class Launcher:
         ref = order.ref
         # Named by its life: the name of a dying one is still taken.
         actor = self._ray.create(WorkerActor, str(ref), self._hosts.worker, ref.worker_id, self._log(ref.worker_id))
-        config = self._config
         return actor, worker_config(
-            config,
+            self._config,
             ref.worker_id,
             ref.incarnation,
             order.role,
@@ -185,20 +184,7 @@ class Launcher:
 
     def _spawn_router(self) -> tuple[Actor, RouterConfig]:
         actor = self._ray.create(RouterActor, f"router-{os.urandom(4).hex()}", self._hosts.router, self._log("router"))
-        config = self._config
-        return actor, RouterConfig(
-            model_folder=config.model_folder,
-            model_name=config.served_model_name,
-            http_host=config.http_host,
-            http_port=config.http_port,
-            grpc_host=config.grpc_host,
-            grpc_port=config.grpc_port,
-            registry_host=config.registry_host,
-            registry_port=config.registry_port,
-            drain_timeout_s=config.drain_timeout_s,
-            max_context_tokens=config.num_blocks * config.block_size,
-            dispatcher=DispatcherConfig(local_prefill_cost=config.local_prefill_cost),
-        )
+        return actor, router_config(self._config)
 
     def _core_of(self, worker_id: str) -> int | None:
         """A core of its own, or None where there are fewer cores than workers."""

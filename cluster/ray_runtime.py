@@ -1,8 +1,8 @@
 """Ray, as Tandem uses it: places, watches and kills actor processes. The only module that knows Ray.
 
-Life: 1. `start` sets the environment (before Ray is imported) and boots a loopback-only, token-guarded Ray in a thread
-of its own; 2. `create` makes detached actors that Ray never restarts: our controller does, and sooner; 3. `stop` ends
-it.
+Life: 1. `start` sets the environment (before Ray is imported) and, in a thread of its own, boots a loopback-only,
+token-guarded Ray or joins one that runs on several hosts; 2. `create` makes detached actors that Ray never restarts:
+our controller does, and sooner; 3. `stop` ends the Ray that was booted, or leaves the one that was joined.
 
 Why a thread: Ray ties its processes to the thread that starts them (PR_SET_PDEATHSIG), so that thread must live as long
 as the cluster does, and meanwhile the event loop stays free for signals and progress.
@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import logging
 import os
 import secrets
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,13 +27,18 @@ from core.errors import TandemError
 OBJECT_STORE_BYTES: Final = 80 << 20  # nothing of ours lies there; 75 MiB is Ray's minimum
 ACTOR_CONCURRENCY: Final = 1000  # `watch` calls wait for as long as the actor lives
 
+NAMESPACE: Final = "tandem"
+RETRY_S: Final = 1.0
+
 ENVIRONMENT: Final = {
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # odd name: on Linux it makes the address 127.0.0.1, every port loopback
-    "RAY_AUTH_MODE": "token",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",  # else `uv run` packs the whole folder and starts actors through uv
     "RAY_DISABLE_FAILURE_SIGNAL_HANDLER": "1",  # no C++ stack dump on SIGTERM
     "RAY_DEDUP_LOGS_SKIP_REGEX": ".",  # prints no essay when a worker dies: our controller says it in a line
+}
+PRIVATE_ENVIRONMENT: Final = {
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # odd name: on Linux it makes the address 127.0.0.1, every port loopback
+    "RAY_AUTH_MODE": "token",
     "RAY_worker_niceness": "0",  # Ray's default of 15 would let any other process starve the engine
     "RAY_memory_monitor_refresh_ms": "0",  # our pools are bounded; Ray must not kill a worker because others use memory
 }
@@ -49,6 +56,13 @@ class ActorError(TandemError):
     """A method of the actor raised; the actor itself lives, its log has the traceback."""
 
 
+def this_host() -> str:
+    """Ray's id of the host that this actor runs on. A host that comes back has another one."""
+    import ray
+
+    return str(ray.get_runtime_context().get_node_id())
+
+
 class Actor:
     """Handle of one actor process. Every call may raise ActorLost, ActorError or TimeoutError."""
 
@@ -57,18 +71,7 @@ class Actor:
 
     async def call(self, method: str, *arguments: object, timeout_s: float | None) -> Any:
         """Result of an actor method; None waits for as long as the actor lives."""
-        from ray.exceptions import RayActorError, RayError, RayTaskError
-
-        try:
-            future = getattr(self._handle, method).remote(*arguments).future()
-            async with asyncio.timeout(timeout_s):
-                return await asyncio.wrap_future(future)
-        except RayActorError as error:
-            raise ActorLost(str(error).partition("\n")[0]) from None
-        except RayTaskError as error:
-            raise ActorError(str(error.cause)) from None
-        except RayError as error:
-            raise ActorLost(f"{type(error).__name__}: {error}") from None
+        return await _result(lambda: getattr(self._handle, method).remote(*arguments), timeout_s)
 
     def kill(self) -> None:
         """End the process at once; harmless when it has ended."""
@@ -79,39 +82,96 @@ class Actor:
 
 
 class RayRuntime:
-    """A private Ray on this machine."""
+    """A Ray to run actors on: `RayRuntime.private` or `RayRuntime.joined`."""
 
-    def __init__(self, num_actors: int, folder: Path) -> None:
-        """`folder` is for Ray's sockets and logs; its path must be short (cluster.folders.ray_folder)."""
-        self._num_actors = num_actors
-        self._folder = folder
-        self._token = secrets.token_hex(32)  # in the environment of our processes only, never in a file
+    def __init__(self, environment: dict[str, str], *, patient: bool, **arguments: Any) -> None:
+        """`arguments` of ray.init. patient: try again while Ray is not there yet."""
+        self._environment = environment
+        self._patient = patient
+        self._arguments = arguments
+        self._lack = ""  # why the last try failed
         self._stop = threading.Event()
         self._started: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._stopped: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._thread = threading.Thread(target=self._own, name="ray-owner", daemon=True)
 
+    @classmethod
+    def private(cls, num_actors: int, folder: Path) -> RayRuntime:
+        """A Ray of our own on this machine. `folder` is for its sockets and logs; its path must be short
+        (cluster.folders.ray_folder)."""
+        token = secrets.token_hex(32)  # in the environment of our processes only, never in a file
+        return cls(
+            PRIVATE_ENVIRONMENT | {"RAY_AUTH_TOKEN": token},
+            patient=False,
+            # "local": else Ray joins whatever cluster RAY_ADDRESS or a left-over address file names.
+            address="local",
+            num_cpus=num_actors,  # so many processes are started ahead; actors themselves ask for none
+            include_dashboard=False,
+            object_store_memory=OBJECT_STORE_BYTES,
+            log_to_driver=False,
+            _temp_dir=str(folder),
+        )
+
+    @classmethod
+    def joined(cls, address: str) -> RayRuntime:
+        """The Ray at host:port, which has a node on this host too. Its token comes from the environment."""
+        # Its actors have no log files of ours: what they write comes out here, line by line.
+        mode = os.environ.get("RAY_AUTH_MODE", "token")
+        environment = {"RAY_AUTH_MODE": mode, "RAY_DEDUP_LOGS": "0", "RAY_COLOR_PREFIX": "0"}
+        return cls(environment, patient=True, address=address, log_to_driver=True)
+
     async def start(self, timeout_s: float) -> None:
-        """Boot Ray. Raises: RayFailed."""
+        """Boot or join. Raises: RayFailed."""
         self._thread.start()
         try:
             # Shielded: who gives up waiting must not make the future look cancelled to the thread.
             async with asyncio.timeout(timeout_s):
                 await asyncio.shield(asyncio.wrap_future(self._started))
         except TimeoutError:
-            raise RayFailed(f"Ray did not start within {timeout_s:.0f} s") from None
+            raise RayFailed(f"Ray did not start within {timeout_s:.0f} s" + self._lack) from None
 
-    def create(self, actor_class: type, name: str, *arguments: object) -> Actor:
-        """A new actor process; its constructor's failure shows in the first call."""
+    def create(self, actor_class: type, name: str, *arguments: object, resource: str | None = None) -> Actor:
+        """A new actor process, on a host that has one `resource` free; its constructor's failure shows in the first
+        call."""
         import ray
 
         options: dict[str, Any] = {"name": name, "lifetime": "detached", "max_concurrency": ACTOR_CONCURRENCY}
+        if resource is not None:
+            options["resources"] = {resource: 1}
         remote_class: Any = ray.remote(actor_class)
         actor = remote_class.options(num_cpus=0, max_restarts=0, max_task_retries=0, **options)
         return Actor(actor.remote(*arguments))
 
+    async def run_on(self, host: str, function: Callable[..., Any], *arguments: object, timeout_s: float) -> Any:
+        """Result of a function that runs in a process on that very host. Raises: as a call of an actor."""
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        remote_function: Any = ray.remote(function)
+        there = NodeAffinitySchedulingStrategy(host, soft=False)
+        task = remote_function.options(num_cpus=0, max_retries=0, scheduling_strategy=there)
+        return await _result(lambda: task.remote(*arguments), timeout_s)
+
+    async def is_alive(self, host: str) -> bool:
+        """Whether Ray still hears of that host."""
+        import ray
+
+        nodes = await asyncio.to_thread(ray.nodes)
+        return any(node["NodeID"] == host and node["Alive"] for node in nodes)
+
+    def actors(self) -> dict[str, Actor]:
+        """All actors that there are, by name: those of an earlier driver too."""
+        import ray
+
+        found: dict[str, Actor] = {}
+        for name in ray.util.list_named_actors():
+            with contextlib.suppress(ValueError):  # it has just ended
+                found[name] = Actor(ray.get_actor(name))
+        return found
+
     async def stop(self, timeout_s: float) -> bool:
-        """End Ray and all actors; False when it has not ended in time. Harmless before `start` and after `stop`."""
+        """End Ray and all actors, or leave a Ray that was joined; False when it has not ended in time. Harmless before
+        `start` and after `stop`."""
         self._stop.set()
         if not self._thread.ident:
             return True
@@ -125,7 +185,7 @@ class RayRuntime:
     def _own(self) -> None:
         """The owner thread: boots, waits, shuts down."""
         try:
-            self._boot()
+            self._initialize()
             self._started.set_result(None)
         except Exception as error:
             self._started.set_exception(RayFailed(f"Ray did not start: {error}"))
@@ -135,26 +195,38 @@ class RayRuntime:
             self._shut_down()
             self._stopped.set_result(None)
 
-    def _boot(self) -> None:
-        os.environ.update(ENVIRONMENT, RAY_AUTH_TOKEN=self._token)
+    def _initialize(self) -> None:
+        os.environ.update(ENVIRONMENT, **self._environment)
         import ray
         from ray.job_config import JobConfig
 
-        # address="local": else Ray joins whatever cluster RAY_ADDRESS or a left-over address file names.
-        ray.init(
-            address="local",
-            num_cpus=self._num_actors,  # so many processes are started ahead; actors themselves ask for none
-            include_dashboard=False,
-            object_store_memory=OBJECT_STORE_BYTES,
-            log_to_driver=False,
-            logging_level=logging.CRITICAL,
-            namespace="tandem",
-            # Actors import what we import, in our order; Ray puts each entry before the ones it has.
-            job_config=JobConfig(_py_driver_sys_path=[os.path.abspath(entry) for entry in reversed(sys.path)]),
-            _temp_dir=str(self._folder),
-        )
+        # Actors import what we import, in our order; Ray puts each entry before the ones it has.
+        job = JobConfig(_py_driver_sys_path=[os.path.abspath(entry) for entry in reversed(sys.path)])
+        while True:
+            try:
+                ray.init(logging_level=logging.CRITICAL, namespace=NAMESPACE, job_config=job, **self._arguments)
+                return
+            except (ConnectionError, RuntimeError) as error:
+                self._lack = f": {error}"
+                if not self._patient or self._stop.wait(RETRY_S):
+                    raise
 
     def _shut_down(self) -> None:
         import ray
 
         ray.shutdown()
+
+
+async def _result(call: Callable[[], Any], timeout_s: float | None) -> Any:
+    """What a remote call returns, or its failure as one of ours."""
+    from ray.exceptions import RayActorError, RayError, RayTaskError
+
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await asyncio.wrap_future(call().future())
+    except RayActorError as error:
+        raise ActorLost(str(error).partition("\n")[0]) from None
+    except RayTaskError as error:
+        raise ActorError(str(error.cause)) from None
+    except RayError as error:
+        raise ActorLost(f"{type(error).__name__}: {error}") from None

@@ -19,6 +19,7 @@ from prometheus_client import CollectorRegistry, start_http_server
 from tandem.v1 import worker_pb2 as pb
 from tandem.v1 import worker_pb2_grpc as pb_grpc
 
+from cluster.addresses import listening_address
 from cluster.channel import open_channel
 from cluster.config import WorkerConfig
 from cluster.kv_memory import memory_of
@@ -190,20 +191,21 @@ class WorkerHost:
             spawn=self._tasks.spawn,
         )
         pb_grpc.add_WorkerServiceServicer_to_server(servicer, self._server)
-        port = self._server.add_insecure_port(f"{self._config.host}:0")
+        host = listening_address(self._config)
+        port = self._server.add_insecure_port(f"{host}:0")
         await self._server.start()
-        self._metrics_server, _thread = start_http_server(0, self._config.host, self._metrics.registry)
+        self._metrics_server, _thread = start_http_server(self._config.metrics_port, host, self._metrics.registry)
         engine = self._engine
         self._info = WorkerInfo(
             ref=self._ref,
             role=self._config.role,
-            address=f"{self._config.host}:{port}",
+            address=f"{host}:{port}",
             identity_digest=engine.identity.digest(),
             block_size=self._config.block_size,
             block_bytes=engine.block_bytes,
             num_blocks=engine.pool.num_blocks,
             max_context_tokens=engine.runner.max_context_tokens,
-            metrics_address=f"{self._config.host}:{self._metrics_server.server_port}",
+            metrics_address=f"{host}:{self._metrics_server.server_port}",
         )
 
     # --- what happens -------------------------------------------------------------------------------------------

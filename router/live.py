@@ -36,7 +36,7 @@ class LiveDispatcher:
 
     def __init__(self, config: RouterConfig, router_id: str, spawn: Spawn, metrics: RoutingMetrics) -> None:
         self._config = config
-        self._router_id = router_id
+        self.router_id = router_id
         self._spawn = spawn
         self._metrics = metrics
         self.view = ClusterView()
@@ -115,7 +115,7 @@ class LiveDispatcher:
         log_state(logger, worker_id=info.ref, state="starting", address=info.address)
         self._links[info.ref] = WorkerLink(
             info,
-            self._router_id,
+            self.router_id,
             self._config.silence_timeout_s,
             on_open=lambda: self._opened(info),
             on_answer=lambda answer: self._perform(self._dispatcher.answered(info.ref, answer, time.monotonic())),

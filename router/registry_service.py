@@ -45,6 +45,7 @@ class RegistryServicer(pb_grpc.RouterServiceServicer):
             workers=workers,
             open_requests=self._dispatcher.num_open,
             queued_requests=self._dispatcher.num_queued,
+            router_id=self._dispatcher.router_id,
         )
 
 

@@ -51,6 +51,7 @@ def build_http_app(front: Front, readiness: Readiness, max_body_bytes: int = MAX
     app.router.add_get("/v1/models", endpoints.models)
     app.router.add_get("/v1/models/{model:.+}", endpoints.one_model)
     app.router.add_get("/health", endpoints.health)
+    app.router.add_get("/livez", endpoints.livez)
     app.router.add_get("/metrics", endpoints.metrics)
     return app
 
@@ -86,6 +87,9 @@ class OpenAiEndpoints:
         reason = self._readiness()
         if reason is not None:
             return web.json_response({"status": "unavailable", "reason": reason}, status=503)
+        return web.json_response({"status": "ok"})
+
+    async def livez(self, _request: web.Request) -> web.Response:
         return web.json_response({"status": "ok"})
 
     async def metrics(self, _request: web.Request) -> web.Response:

@@ -17,7 +17,7 @@ from cluster.ray_runtime import RayRuntime
 def ray_runtime() -> Iterator[RayRuntime]:
     """A running Ray; afterwards nothing of it is left."""
     with ray_folder() as folder:
-        runtime = RayRuntime(3, folder)
+        runtime = RayRuntime.private(3, folder)
         asyncio.run(runtime.start(timeout_s=60.0))
         yield runtime
         below = processes.descendants(os.getpid())

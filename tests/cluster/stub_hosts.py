@@ -26,10 +26,10 @@ class StubWorkerHost:
     async def start(self, config: WorkerConfig) -> WorkerInfo:
         if config.model_folder.name == "broken":
             raise BadRequest("model_folder", "has no weights")
-        self._server = await asyncio.start_server(lambda *_: None, config.host, 0)
+        self._server = await asyncio.start_server(lambda *_: None, config.worker_host, 0)
         port = self._server.sockets[0].getsockname()[1]
         ref = WorkerRef(config.worker_id, config.incarnation)
-        address = f"{config.host}:{port}"
+        address = f"{config.worker_host}:{port}"
         self._announcing = asyncio.create_task(_announce(config, address))
         return WorkerInfo(ref, config.role, address, b"", config.block_size, BLOCK_BYTES, config.num_blocks, 512)
 

@@ -60,7 +60,9 @@ def chat_url() -> Iterator[str]:
         thread.join()
 
 
-@pytest.mark.parametrize("arguments", [[], ["up"], ["chat"], ["status"], ["model"], ["model", "fetch"]])
+@pytest.mark.parametrize(
+    "arguments", [[], ["up"], ["router"], ["controller"], ["chat"], ["status"], ["model"], ["model", "fetch"]]
+)
 def test_each_command_explains_itself(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main([*arguments, "--help"])
@@ -109,6 +111,23 @@ def test_wrong_use_is_exit_code_2_and_names_the_setting(
     arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["up", "--http-port", "0", "--grpc-port", "0", *arguments]) == 2
+    assert named in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["controller"], "ray_address"),
+        (["controller", "--ray-address", "head"], "ray_address"),
+        (["controller", "--ray-address", "head:6379", "--registry-port", "0"], "registry_port"),
+        (
+            ["router", "--http-port", "0", "--grpc-port", "0", "--registry-port", "0", "--model", "/nonexistent"],
+            "--model",
+        ),
+    ],
+)
+def test_what_a_host_is_not_told_is_named(arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
     assert named in capsys.readouterr().err
 
 

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from cluster.config import ClusterConfig, WorkerConfig, load_cluster_config, worker_config
+from cluster.addresses import listening_address
+from cluster.config import ClusterConfig, WorkerConfig, router_config, worker_config
+from cluster.settings import load_cluster_config
 from core.errors import BadRequest
 from core.membership import Role
 
@@ -46,6 +48,10 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> N
         ({"http_port": True}, "http_port"),
         ({"http_port": "8000"}, "http_port"),
         ({"http_host": ""}, "http_host"),
+        ({"ray_address": "head"}, "ray_address"),
+        ({"worker_host": ""}, "worker_host"),
+        ({"metrics_port": -1}, "metrics_port"),
+        ({"controller_health_port": 0}, "controller_health_port"),
         ({"dtype": "float16"}, "dtype"),
         ({"num_blocks": 0}, "num_blocks"),
         ({"block_size": 1000}, "block_size"),
@@ -61,6 +67,47 @@ def test_a_wrong_setting_is_refused_by_its_name(overrides: dict[str, Any], field
     with pytest.raises(BadRequest) as caught:
         load_cluster_config(None, overrides, MODEL)
     assert caught.value.field == field
+
+
+def test_the_environment_wins_over_the_file_and_flags_over_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text("num_decode: 3\nnum_blocks: 64\nmodel_name: a\n")
+    values = {"NUM_DECODE": "4", "NUM_BLOCKS": "128", "MODEL_NAME": "123", "AGGREGATED": "true", "LEASE_S": "4"}
+    for name, value in values.items():
+        monkeypatch.setenv(f"TANDEM_{name}", value)
+    config = load_cluster_config(file, {"num_blocks": 256}, MODEL)
+    assert (config.num_decode, config.num_blocks, config.model_name) == (4, 256, "123")
+    assert (config.aggregated, config.lease_s) == (True, 4.0)
+
+
+@pytest.mark.parametrize("value", ["tcp://10.0.0.1:8000", "[", "8000.5"])
+def test_a_wrong_variable_is_refused_by_its_fields_name(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv("TANDEM_HTTP_PORT", value)
+    with pytest.raises(BadRequest) as caught:
+        load_cluster_config(None, {}, MODEL)
+    assert caught.value.field == "http_port"
+
+
+def test_the_registry_is_reached_at_its_routers_name() -> None:
+    assert ClusterConfig(MODEL, registry_host="0.0.0.0").registry_address == "0.0.0.0:50052"
+    config = ClusterConfig(MODEL, registry_host="0.0.0.0", router_host="tandem-router")
+    assert config.registry_address == "tandem-router:50052"
+    assert router_config(config).registry_host == "0.0.0.0"
+
+
+def test_a_worker_listens_where_its_host_has_an_address() -> None:
+    def address(**settings: str) -> str:
+        return listening_address(WorkerConfig("decode-0", "9f3a", Role.DECODE, MODEL, "127.0.0.1:1", **settings))
+
+    assert address() == "127.0.0.1"
+    assert address(worker_host="10.1.2.3") == "10.1.2.3"
+    assert address(worker_host="auto") == "127.0.0.1"
+    assert address(worker_host="auto", kv_interface="mlx5_0:1,no-such-interface,lo") == "127.0.0.1"
+    with pytest.raises(BadRequest) as caught:
+        address(worker_host="auto", kv_interface="mlx5_0:1")
+    assert caught.value.field == "kv_interface"
 
 
 @pytest.mark.parametrize("text", ["- a\n- b\n", "a: [\n", "nonsense"])

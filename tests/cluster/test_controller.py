@@ -15,6 +15,7 @@ from listening import is_loopback, listening_addresses
 
 from cluster import processes
 from cluster.actors import WorkerActor
+from cluster.burial import bury_here
 from cluster.config import ClusterConfig, WorkerConfig, worker_config
 from cluster.controller import Controller
 from cluster.fleet import Event, Fleet, StartFailed, StartWorker, WorkerDied, WorkerStarted
@@ -36,7 +37,7 @@ class Cluster:
         self.events: asyncio.Queue[Event] = asyncio.Queue()
         self.deaths: asyncio.Queue[WorkerRef] = asyncio.Queue()
         fleet = Fleet(config.roles, SystemRandom())
-        self.controller = Controller(fleet, self._spawn, config, self.events.put_nowait, self.deaths.put)
+        self.controller = Controller(fleet, self._spawn, config, self.events.put_nowait, bury_here, self.deaths.put)
 
     def _spawn(self, order: StartWorker) -> tuple[Actor, WorkerConfig]:
         ref = order.ref

@@ -5,6 +5,7 @@ metadata:
   {{- include "tandem.podMetadata" . | nindent 2 }}
 spec:
   {{- include "tandem.podSpec" . | nindent 2 }}
+  shareProcessNamespace: true  # the controller's Ray finds the node beside it by looking at processes
   containers:
     - name: ray-head
       {{- if not .root.Values.ray.operator.enabled }}

@@ -385,14 +385,16 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("workers", "open_requests", "queued_requests")
+    __slots__ = ("workers", "open_requests", "queued_requests", "router_id")
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     OPEN_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     QUEUED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
     workers: _containers.RepeatedCompositeFieldContainer[WorkerStatus]
     open_requests: int
     queued_requests: int
-    def __init__(self, workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., open_requests: _Optional[int] = ..., queued_requests: _Optional[int] = ...) -> None: ...
+    router_id: str
+    def __init__(self, workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., open_requests: _Optional[int] = ..., queued_requests: _Optional[int] = ..., router_id: _Optional[str] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
     __slots__ = ("worker", "life", "load", "peers")

@@ -1,0 +1,91 @@
+"""When a worker's process has certainly ended: from then on the blocks that it could still write are used again.
+
+On our own host /proc says so. On another host we ask there, by a task that Ray runs on that very host. When Ray has
+lost that host nobody can look: its worker may be cut off, alive, with a write on its way. What bounds such a write is
+its TCP connection. The kernel of the side that opened it gives it up after 16 s without a sign of the other (UCX's
+keep-alive) or 20 s with data under way (UCX_TCP_USER_TIMEOUT), even while its process is frozen, and then
+the other side's data is refused; a new connection takes a handshake. A worker whose network works is known to the
+router. So it is dead once Ray has lost its host and the router has not known it for UNHEARD_S without a gap.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Final
+
+from cluster import processes
+from cluster.processes import Process
+from cluster.ray_runtime import ActorError, ActorLost, RayRuntime
+from cluster.status_client import RouterUnreachable, fetch_status
+from core.membership import WorkerRef
+
+KILL_TIMEOUT_S: Final = 2.0
+ASK_TIMEOUT_S: Final = 10.0
+ASK_EVERY_S: Final = 1.0
+UNHEARD_S: Final = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """Where a worker's process is, or was."""
+
+    host: str  # Ray's id of it
+    process: Process
+
+
+Bury = Callable[[WorkerRef, Location], Awaitable[None]]  # returns once that life can write no more
+
+
+async def bury_here(_ref: WorkerRef, location: Location) -> None:
+    """On this host. Ray's kill may be lost with Ray's own trouble; ours cannot."""
+    await _end(location.process)
+
+
+class HostBurial:
+    """On any host of a Ray that was joined."""
+
+    def __init__(self, ray: RayRuntime, registry_address: str) -> None:
+        self._ray = ray
+        self._registry_address = registry_address
+
+    async def bury(self, ref: WorkerRef, location: Location) -> None:
+        """Ends it where it is, or waits until a host that is lost can be no danger any more."""
+        while True:
+            try:
+                await self._ray.run_on(location.host, _end_there, location.process, timeout_s=ASK_TIMEOUT_S)
+                return
+            except (ActorLost, ActorError, TimeoutError):
+                if not await self._ray.is_alive(location.host):
+                    break
+            await asyncio.sleep(ASK_EVERY_S)
+        await self._unheard(ref)
+
+    async def _unheard(self, ref: WorkerRef) -> None:
+        heard_s = time.monotonic()
+        while time.monotonic() - heard_s < UNHEARD_S:
+            if await self._may_be_heard(ref):
+                heard_s = time.monotonic()
+            await asyncio.sleep(ASK_EVERY_S)
+
+    async def _may_be_heard(self, ref: WorkerRef) -> bool:
+        """Whether the router is linked to this life; while it does not answer, it may be."""
+        try:
+            status = await fetch_status(self._registry_address)
+        except RouterUnreachable:
+            return True
+        return any(WorkerRef(it.worker.ref.worker_id, it.worker.ref.incarnation) == ref for it in status.workers)
+
+
+def _end_there(process: Process) -> None:
+    asyncio.run(_end(process))
+
+
+async def _end(process: Process) -> None:
+    """Kill it; returns when it is gone."""
+    left = {process}
+    while left:
+        processes.kill(process)
+        left = await processes.wait_gone(left, KILL_TIMEOUT_S)

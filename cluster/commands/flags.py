@@ -1,0 +1,72 @@
+"""Flags that set fields of ClusterConfig: the same in each command that has them."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, Final
+
+from cluster.config import DTYPES, ClusterConfig
+from cluster.folders import DEFAULT_MODEL, default_model_folder
+from cluster.settings import load_cluster_config
+
+# A flag that is not given stays unset, so that the file's value or the default holds.
+UNSET: Final = argparse.SUPPRESS
+
+_DEFAULTS: Final = {item.name: item.default for item in fields(ClusterConfig)}
+
+
+def read_settings(arguments: argparse.Namespace) -> ClusterConfig:
+    """Defaults, file, environment, flags. Raises: BadRequest: what is wrong, by its name."""
+    overrides = {name: value for name, value in vars(arguments).items() if name in _DEFAULTS}
+    return load_cluster_config(getattr(arguments, "config", None), overrides, default_model_folder())
+
+
+def add_config(parser: argparse.ArgumentParser) -> None:
+    """--config."""
+    text = "YAML with any field of ClusterConfig; TANDEM_<FIELD> in the environment goes first, flags before both"
+    parser.add_argument("--config", type=Path, metavar="FILE", help=text)
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """--model, --model-name."""
+    parser.add_argument(
+        "--model",
+        dest="model_folder",
+        type=Path,
+        metavar="DIR|FILE.gguf",
+        help=f"model folder in Hugging Face form, or a GGUF (default: {DEFAULT_MODEL}, made when missing)",
+    )
+    parser.add_argument("--model-name", metavar="NAME", help="name that clients ask for (default: the folder's name)")
+
+
+def add_addresses(parser: argparse.ArgumentParser) -> None:
+    """Where the router listens."""
+    add_flag(parser, "--http-host", "http_host", "where the HTTP front listens", metavar="HOST")
+    add_flag(parser, "--http-port", "http_port", "its port; 0: any free one", type=int, metavar="PORT")
+    add_flag(parser, "--grpc-host", "grpc_host", "where the gRPC front listens", metavar="HOST")
+    add_flag(parser, "--grpc-port", "grpc_port", "its port; 0: any free one", type=int, metavar="PORT")
+    add_flag(
+        parser, "--registry-host", "registry_host", "where workers and `tandem status` find the router", metavar="HOST"
+    )
+    add_flag(parser, "--registry-port", "registry_port", "its port; 0: any free one", type=int, metavar="PORT")
+
+
+def add_workers(parser: argparse.ArgumentParser) -> None:
+    """How many workers, and what each is like."""
+    add_flag(parser, "--prefill", "num_prefill", "prefill workers", type=int, metavar="N")
+    add_flag(parser, "--decode", "num_decode", "decode workers", type=int, metavar="M")
+    add_flag(
+        parser, "--aggregated", "aggregated", "no prefill workers: decode workers prefill too", action="store_true"
+    )
+    add_flag(parser, "--dtype", "dtype", "of weights and KV", choices=DTYPES)
+    add_flag(parser, "--num-blocks", "num_blocks", "KV blocks of each worker", type=int, metavar="N")
+    add_flag(parser, "--block-size", "block_size", "tokens of a block", type=int, metavar="N")
+    add_flag(parser, "--token-budget", "token_budget", "most tokens of one engine step", type=int, metavar="N")
+
+
+def add_flag(parser: argparse.ArgumentParser, name: str, field: str, text: str, **options: Any) -> None:
+    """One flag for one field, with the field's default in its help."""
+    default = "" if "action" in options else f" (default: {_DEFAULTS[field]})"
+    parser.add_argument(name, dest=field, help=text + default, **options)

@@ -1,0 +1,139 @@
+"""Keeps the workers of a cluster on several hosts: the controller of cluster/controller.py over a Ray that it joins.
+
+1. Answer probes; join Ray; end what an earlier controller left, since nobody watches it.
+2. Start each wanted worker on a host that has its role's custom resource free, and replace what dies. A host that is
+   not there yet, or not any more, shows as a worker that does not start: it is tried again.
+3. Tell the router who died; a router that starts anew hears of the old deaths too.
+4. Stop: drain the workers, end them, leave Ray.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from random import SystemRandom
+from typing import Final
+
+from aiohttp import web
+
+from cluster.actors import WorkerActor
+from cluster.burial import HostBurial
+from cluster.config import ClusterConfig, WorkerConfig, worker_config
+from cluster.controller import ActorFailures, Controller
+from cluster.death_notices import DeathNotices
+from cluster.fleet import Event, Fleet, StartFailed, StartWorker, WorkerDied, WorkerStarted
+from cluster.launcher import RAY_STOP_TIMEOUT_S, Hosts
+from cluster.progress import Progress
+from cluster.ray_runtime import Actor, RayRuntime
+from cluster.status_client import RouterUnreachable, fetch_status, report_death
+from core.membership import Role, WorkerRef
+
+RESOURCES: Final = {Role.PREFILL: "tandem_prefill", Role.DECODE: "tandem_decode"}
+ROUTER_POLL_S: Final = 1.0
+LOCATE_TIMEOUT_S: Final = 10.0
+
+
+class HostController:
+    """Make one per run."""
+
+    def __init__(self, config: ClusterConfig, progress: Progress, hosts: Hosts | None = None) -> None:
+        self._config = config
+        self._progress = progress
+        self._hosts = hosts or Hosts()
+        self._ray = RayRuntime.joined(config.ray_address)
+        self._burial = HostBurial(self._ray, config.registry_address)
+        self._deaths = DeathNotices(lambda ref: report_death(config.registry_address, ref))
+        fleet = Fleet(config.roles, SystemRandom())
+        self._controller = Controller(fleet, self._spawn, config, self._heard, self._burial.bury, self._deaths.died)
+        self._keeping = False
+        self._stopping = False
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Everything, until `stop` is set. Raises: RayFailed, or the error that ended the controller."""
+        probes = await self._answer_probes()
+        working, stopping = asyncio.create_task(self._work()), asyncio.create_task(stop.wait())
+        try:
+            await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if working.done():
+                working.result()
+            self._stopping = True
+            if self._keeping:
+                async with self._progress.step("draining the workers"):
+                    await self._controller.stop()
+        finally:
+            working.cancel()
+            stopping.cancel()
+            await asyncio.gather(working, stopping, return_exceptions=True)
+            await self._ray.stop(RAY_STOP_TIMEOUT_S)
+            await probes.cleanup()
+        self._progress.say("stopped")
+
+    async def _work(self) -> None:
+        async with self._progress.step(f"joining Ray at {self._config.ray_address}"):
+            await self._ray.start(self._config.start_timeout_s)
+        leftovers = self._ray.actors()
+        async with asyncio.TaskGroup() as works:
+            for work in (self._controller.run(), self._deaths.run(), self._watch_router()):
+                works.create_task(work)
+            for name, actor in leftovers.items():
+                works.create_task(self._end_leftover(WorkerRef.parse(name), actor))
+            self._keeping = True
+
+    async def _end_leftover(self, ref: WorkerRef, actor: Actor) -> None:
+        self._progress.say(f"{ref.worker_id} is of an earlier controller: ending it")
+        try:
+            location = await actor.call("locate", timeout_s=LOCATE_TIMEOUT_S)
+        except ActorFailures:
+            actor.kill()
+            return
+        actor.kill()
+        await self._burial.bury(ref, location)
+        await self._deaths.died(ref)
+
+    async def _watch_router(self) -> None:
+        """A router that starts anew has heard of no death."""
+        known = ""
+        while True:
+            with contextlib.suppress(RouterUnreachable):
+                router_id = (await fetch_status(self._config.registry_address)).router_id
+                if router_id != known:
+                    known = router_id
+                    self._deaths.router_started()
+            await asyncio.sleep(ROUTER_POLL_S)
+
+    def _spawn(self, order: StartWorker) -> tuple[Actor, WorkerConfig]:
+        ref, config = order.ref, self._config
+        resource = RESOURCES[order.role]
+        actor = self._ray.create(WorkerActor, str(ref), self._hosts.worker, ref.worker_id, None, resource=resource)
+        return actor, worker_config(
+            config, ref.worker_id, ref.incarnation, order.role, router_address=config.registry_address
+        )
+
+    def _heard(self, event: Event) -> None:
+        match event:
+            case _ if self._stopping:
+                return
+            case WorkerStarted(ref):
+                self._progress.say(f"{ref} is ready")
+            case StartFailed(ref, reason):
+                self._progress.say(f"{ref} did not start ({reason}), trying again")
+            case WorkerDied(ref, reason):
+                self._progress.say(f"{ref} is gone ({reason})")
+
+    async def _answer_probes(self) -> web.AppRunner:
+        """/livez: this process runs. /readyz: every wanted worker is READY."""
+        app = web.Application()
+        app.router.add_get("/livez", self._livez)
+        app.router.add_get("/readyz", self._readyz)
+        runner = web.AppRunner(app, access_log=None)
+        await runner.setup()
+        await web.TCPSite(runner, self._config.controller_health_host, self._config.controller_health_port).start()
+        return runner
+
+    async def _livez(self, _request: web.Request) -> web.Response:
+        return web.json_response({"status": "ok"})
+
+    async def _readyz(self, _request: web.Request) -> web.Response:
+        if self._controller.all_ready and not self._stopping:
+            return web.json_response({"status": "ok"})
+        return web.json_response({"status": "unavailable", "workers": self._controller.lives}, status=503)

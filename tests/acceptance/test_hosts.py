@@ -1,0 +1,237 @@
+"""The Helm chart's containers, run without Kubernetes: each pod a host of its own in Linux namespaces.
+
+Commands, environment and settings are the ones that the chart renders without an operator; Secrets, Services' names and
+the model's volume are filled in here. One cluster for all asserts, in order: a Ray node costs seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import yaml
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from tandem.v1 import worker_pb2
+
+from tests.acceptance.golden import CASES
+from tests.acceptance.namespaces import Host, hosts
+from tests.acceptance.running_cluster import ROOT, RunningCluster, wait_until
+from tests.acceptance.test_faults import Streaming
+from tests.deploy.chart import NAMESPACE, PLAIN, merged, of_kind, pods, render
+
+PROSE = next(case for case in CASES if case.name == "prose_1500")
+SHORT = next(case for case in CASES if case.name == "short")
+DRAIN_S = 20.0
+VALUES = {
+    "prefill": {"replicas": 1},
+    "decode": {"replicas": 2},
+    "config": {"num_blocks": 256, "drain_timeout_s": DRAIN_S, "start_timeout_s": 120},
+    "ray": {"auth": {"secretName": "ray"}},
+}
+SECRETS = {"ray": {"auth_token": "0123456789abcdef" * 4}}
+PODS = {"router": ["router"], "head": ["head"], "prefill": ["prefill"], "decode": ["decode-a", "decode-b"]}
+
+
+def get(url: str) -> int:
+    """HTTP status; 0 when nobody answers."""
+    try:
+        with urllib.request.urlopen(url, timeout=5) as response:
+            return int(response.status)
+    except urllib.error.HTTPError as error:
+        error.close()
+        return error.code
+    except OSError:
+        return 0
+
+
+class Cluster:
+    """What the chart renders, on hosts."""
+
+    def __init__(self, made: dict[str, Host], etc_hosts: Path, model: Path, folder: Path) -> None:
+        self.hosts = made
+        self._etc_hosts = etc_hosts
+        self._objects = render(merged(PLAIN, VALUES))
+        self._settings = self._read_settings() | {"model_folder": str(model), "model_name": model.name}
+        self._config = folder / "config.yaml"
+        router, head = made["router"].address, made["head"].address
+        self.running = RunningCluster(
+            f"http://{router}:{self._settings['http_port']}",
+            f"{router}:{self._settings['grpc_port']}",
+            f"{router}:{self._settings['registry_port']}",
+            model.name,
+            folder,
+            0,
+        )
+        self.controller = f"http://{head}:{self._settings['controller_health_port']}"
+
+    def metrics(self, host: str) -> str:
+        return f"http://{self.hosts[host].address}:{self._settings['metrics_port']}/metrics"
+
+    def start(self) -> None:
+        """All containers of all pods; the workers' when Ray's head is up, since it gives up on a busy machine."""
+        self._config.write_text(yaml.safe_dump(self._settings))
+        with self._etc_hosts.open("a") as names:
+            for service in of_kind(self._objects, "Service"):
+                name, role = service["metadata"]["name"], service["spec"]["selector"]["app.kubernetes.io/component"]
+                if role in ("router", "head"):
+                    names.write(f"{self.hosts[role].address} {name}.{NAMESPACE}.svc {name}\n")
+        order = {component: number for number, component in enumerate(PODS)}
+        for pod in sorted(pods(self._objects), key=lambda pod: order.get(pod.component, -1)):
+            if pod.component == "prefill":
+                wait_until(lambda: "Ray runtime started" in self.hosts["head"].explain(), 120.0)
+            # What is started on one host sees each other here.
+            assert len(pod.spec["containers"]) == 1 or pod.spec["shareProcessNamespace"]
+            for host in PODS.get(pod.component, ()):
+                for container in pod.spec["containers"]:
+                    self._start(self.hosts[host], container)
+
+    def _start(self, host: Host, container: dict[str, Any]) -> None:
+        program, *rest = [*container["command"], *container.get("args", [])]
+        command = [str(Path(sys.executable).with_name(program)), *rest]
+        command = [text.replace("$(POD_IP)", host.address) for text in command]
+        command = [text.replace("/etc/tandem/config.yaml", str(self._config)) for text in command]
+        if program == "ray":  # which gives up after 30 s on a busy machine, and whose container is restarted
+            command = ["sh", "-c", 'until "$@"; do sleep 1; done', "ray", *command]
+        environment = {item["name"]: _value(item, host) for item in container["env"]} | {
+            "PYTHONPATH": f"{ROOT}:{ROOT / 'proto/python'}",
+            "PYTHONUNBUFFERED": "1",
+            "HOME": os.environ["HOME"],
+            "TANDEM_CACHE": os.environ.get("TANDEM_CACHE", ""),
+            "TANDEM_REDIS_URL": "",  # no index here
+            "UCX_TLS": "tcp",  # all hosts are one kernel's: UCX would find shared memory
+        }
+        host.start(container["name"], command, environment)
+
+    def _read_settings(self) -> dict[str, Any]:
+        (text,) = [item["data"]["config.yaml"] for item in of_kind(self._objects, "ConfigMap")]
+        settings: dict[str, Any] = yaml.safe_load(text)
+        return settings
+
+    def all_connected(self) -> bool:
+        """The router sees each worker, connected to both others."""
+        workers = self.running.workers().values()
+        return len(workers) == 3 and all(len(worker.peers) == 2 for worker in workers)
+
+    def explain(self) -> str:
+        return "\n".join(host.explain() for host in self.hosts.values())
+
+
+def _value(item: dict[str, Any], host: Host) -> str:
+    """An environment variable's, as the kubelet would fill it in."""
+    if "value" in item:
+        return str(item["value"])
+    if "fieldRef" in item["valueFrom"]:
+        assert item["valueFrom"]["fieldRef"]["fieldPath"] == "status.podIP"
+        return host.address
+    secret = item["valueFrom"]["secretKeyRef"]
+    return SECRETS[secret["name"]][secret["key"]]
+
+
+@pytest.fixture(scope="module")
+def cluster(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """All hosts up, all workers READY and connected."""
+    folder = tmp_path_factory.mktemp("hosts")
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        hosts(folder, *[name for names in PODS.values() for name in names]) as (made, etc_hosts),
+    ):
+        patch.setenv("no_proxy", "*")
+        started = Cluster(made, etc_hosts, model_folder, folder)
+        try:
+            started.start()
+            wait_until(lambda: get(f"{started.controller}/readyz") == 200, 200.0)
+            wait_until(started.all_connected, 30.0)
+            yield started
+        except BaseException:
+            print(started.explain())
+            raise
+
+
+def complete(cluster: Cluster, salt: str) -> int:
+    """A long prompt through a prefill worker and a decode worker: its golden tokens. Returns the KV bytes moved."""
+    answer = cluster.running.complete(
+        list(PROSE.prompt_ids), max_tokens=16, cache_salt=salt, tandem={"prefill": "remote"}, timeout_s=90
+    )
+    assert tuple(answer["choices"][0]["token_ids"]) == PROSE.output_ids[:16]
+    return int(answer["usage"]["tandem"]["kv_bytes_moved"])
+
+
+def test_probes_answer(cluster: Cluster) -> None:
+    http = cluster.running.http
+    assert [get(f"{http}/{path}") for path in ("livez", "health", "nowhere")] == [200, 200, 404]
+    assert get(f"{cluster.controller}/livez") == 200
+    with grpc.insecure_channel(cluster.running.grpc, options=(("grpc.enable_http_proxy", 0),)) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=5)
+    assert answer.status == health_pb2.HealthCheckResponse.SERVING
+    for name in ("prefill", "decode-a", "decode-b"):
+        assert get(cluster.metrics(name)) == 200
+
+
+def test_kv_moves_from_host_to_host_by_tcp(cluster: Cluster) -> None:
+    hosts_of_workers = {item.worker.address.rpartition(":")[0] for item in cluster.running.workers().values()}
+    assert hosts_of_workers == {cluster.hosts[name].address for name in ("prefill", "decode-a", "decode-b")}
+    sent_before = {name: host.bytes_sent() for name, host in cluster.hosts.items()}
+    kv_bytes = complete(cluster, "moves")
+    sent = {name: host.bytes_sent() - sent_before[name] for name, host in cluster.hosts.items()}
+    assert kv_bytes > 50 << 20
+    assert kv_bytes <= sent.pop("prefill") < 1.2 * kv_bytes
+    assert max(sent.values()) < 1 << 20, sent  # the others: tokens, and who lives
+
+
+def test_the_loss_of_a_host_is_survived(cluster: Cluster) -> None:
+    """The cable of a decode worker's host is cut while it streams; nobody says goodbye."""
+
+    def streaming() -> list[Any]:
+        """The decode workers that have a request."""
+        workers = cluster.running.workers().values()
+        return [item for item in workers if item.worker.role == worker_pb2.ROLE_DECODE and item.load.running_requests]
+
+    fields = {"max_tokens": 200, "ignore_eos": True}
+    stream = Streaming(cluster.running, SHORT.prompt_ids, cache_salt="loss", **fields)
+    wait_until(lambda: len(stream.token_ids) > 5 and len(streaming()) == 1, 60.0)
+    (lost,) = (item.worker for item in streaming())
+    (host,) = (host for host in cluster.hosts.values() if lost.address.startswith(f"{host.address}:"))
+    host.cut()
+    assert not stream.done
+    assert complete(cluster, "after-loss") > 0
+    stream.join(60)
+    assert stream.done and stream.error is None  # it went on elsewhere
+    answer = cluster.running.complete(list(SHORT.prompt_ids), cache_salt="on-what-is-left", **fields)
+    assert stream.token_ids == answer["choices"][0]["token_ids"]
+    assert set(cluster.running.workers()) == {"prefill-0", "decode-0", "decode-1"} - {lost.ref.worker_id}
+    assert get(f"{cluster.running.http}/health") == 200
+    wait_until(lambda: get(f"{cluster.controller}/readyz") == 503, 60.0)  # until a host comes for it
+
+
+def test_sigterm_drains_the_router(cluster: Cluster) -> None:
+    """An open stream goes on to its end while the router is unready and takes nothing new."""
+    http = cluster.running.http
+    stream = Streaming(cluster.running, SHORT.prompt_ids, max_tokens=150, ignore_eos=True, cache_salt="drain")
+    wait_until(lambda: len(stream.token_ids) > 5, 60.0)
+    cluster.hosts["router"].terminate("router")
+    wait_until(lambda: get(f"{http}/health") == 503, 5.0)
+    assert get(f"{http}/livez") == 200
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        complete(cluster, "too-late")
+    refused.value.close()
+    assert refused.value.code == 503
+    assert not stream.done  # so far it was really open
+    assert cluster.hosts["router"].wait("router", DRAIN_S + 10) == 0
+    stream.join(5)
+    assert stream.done and stream.error is None and len(stream.token_ids) == 150
+
+
+def test_sigterm_drains_the_workers(cluster: Cluster) -> None:
+    metrics = cluster.metrics("prefill")
+    assert get(metrics) == 200
+    cluster.hosts["head"].terminate("controller")
+    assert cluster.hosts["head"].wait("controller", DRAIN_S + 20) == 0
+    assert get(metrics) == 0
