@@ -59,10 +59,6 @@ class Machine:
     def is_gpu(self) -> bool:
         return isinstance(self.device, CudaDevice)
 
-    def forget_runners(self) -> None:
-        """Give their memory back."""
-        self.runner = cache(self._runner)
-
     def reference(self, num_blocks: int) -> TorchModelRunner:
         """The float32 runner of the CPU, which the golden tokens hold."""
         model = DecoderModel(self.config, self.weights("float32"), CpuArithmetic())

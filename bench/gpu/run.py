@@ -152,8 +152,11 @@ def _rounded(value: Any) -> Any:
 
 
 def default_model() -> Path:
-    """The default model's folder. Imported only here: a machine that brings a folder need not have gguf."""
-    from engine.gguf_import import import_default_model
+    """The default model's folder, made here from its package, which takes gguf: else bring one."""
+    try:
+        from engine.gguf_import import import_default_model
+    except ImportError as error:
+        raise SystemExit(f"{error}: give --model FOLDER, or --random") from None
 
     cache = Path(os.environ.get("TANDEM_CACHE") or Path.home() / ".cache" / "tandem")
     return import_default_model(cache / "models" / "SmolLM2-135M-Instruct", print)

@@ -6,6 +6,7 @@ With the Triton kernels it runs in tests/bench/test_gpu_run.py, its exact mode i
 from __future__ import annotations
 
 import random
+from array import array
 from pathlib import Path
 
 import pytest
@@ -34,10 +35,22 @@ class TiledArithmetic(CpuArithmetic):
     row_multiple = 128
 
 
+class RecordingDevice(HostDevice):
+    """Remembers what was queued and awaited."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def stage(self, values: array[int]) -> torch.Tensor:
+        self.calls.append("stage")
+        return super().stage(values)
+
+    def finish(self) -> None:
+        self.calls.append("finish")
+
+
 def gpu_runner(
-    folder: Path,
-    dtype: str = "float32",
-    max_graph_sequences: int = 4,
+    folder: Path, dtype: str = "float32", max_graph_sequences: int = 4, device: HostDevice | None = None
 ) -> GpuModelRunner:
     config = ModelConfig.load(folder)
     return GpuModelRunner(
@@ -46,7 +59,7 @@ def gpu_runner(
         dtype,
         NUM_BLOCKS,
         16,
-        HostDevice(),
+        device or HostDevice(),
         lambda pool: reference_attention(pool, config.num_heads),
         TiledArithmetic(),
         max_graph_sequences=max_graph_sequences,
@@ -109,6 +122,18 @@ def test_blocks_are_copied_before_the_step_writes(runner: GpuModelRunner) -> Non
     assert copied == in_place
     assert torch.equal(runner.kv_pool[9], runner.kv_pool[3])
     assert not torch.equal(runner.kv_pool[9], runner.kv_pool[2])
+
+
+def test_a_step_is_over_only_when_the_device_has_finished(tiny_folder: Path) -> None:
+    """What it wrote is pushed to other workers next: also when nothing is drawn, by graph and eager."""
+    device = RecordingDevice()
+    runner = gpu_runner(tiny_folder, device=device)
+    spec = SampleSpec(SamplingParams(temperature=0.0), 0)
+    for token_ids in ((5,), (5, 6)):
+        for samples in ((), (spec,)):
+            device.calls.clear()
+            runner.run(StepPlan((SequenceSlice("r", token_ids, 0, (3,), samples),)))
+            assert (device.calls[0], device.calls[-1]) == ("stage", "finish")
 
 
 def test_what_is_more_than_greedy_is_drawn_from_the_same_logits(runner: GpuModelRunner, tiny_folder: Path) -> None:
