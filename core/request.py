@@ -140,6 +140,8 @@ class GenerateRequest:
 
     `num_choices`: how many outputs to draw from the one prompt; `stop` and `sampling` hold for each
     (SamplingParams.for_choice).
+    `prompt_logprobs`: how many alternatives to report beside each prompt token's log probability; None reports nothing.
+    Such a prompt is computed, whatever is cached of it.
     `cache_salt` separates prefix caches: requests share cached blocks only when their salts are equal.
     `tenant` comes from authentication at the edge, never from a client's field.
     `priority`: lower goes first, as in vLLM, which clients know; above 0 is batch work, which gets what the rest leaves
@@ -157,6 +159,7 @@ class GenerateRequest:
     num_choices: int = 1
     grammar: Grammar | None = None
     output_token_ids: tuple[int, ...] = ()
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         _require_between("n", self.num_choices, 1, MAX_CHOICES)
@@ -167,6 +170,8 @@ class GenerateRequest:
             raise BadRequest("output_token_ids", "only one choice can go on")
         if len(self.output_token_ids) >= self.stop.max_tokens:
             raise BadRequest("output_token_ids", f"max_tokens = {self.stop.max_tokens} leaves nothing to generate")
+        if self.prompt_logprobs is not None:
+            _require_between("prompt_logprobs", self.prompt_logprobs, 0, MAX_TOP_LOGPROBS)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -192,6 +197,7 @@ class TokenDelta:
     usage: WorkUsage | None = None  # with the first delta of a worker
     logprobs: tuple[TokenLogprobs, ...] = ()  # one per token, where the request asks for them
     choice: int = 0
+    prompt_logprobs: PromptLogprobs | None = None  # with the first delta of all, where the request asks for them
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +207,26 @@ class TokenLogprobs:
 
     drawn: float
     top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """The model's own log probabilities of a prompt's tokens, from the second on. Flat: there may be 100,000.
+
+    ranks: how many tokens are at least as probable, itself included.
+    top_ids, top_logprobs: of each token's `num_top` alternatives, best first, one token's after another's.
+    """
+
+    num_top: int
+    logprobs: tuple[float, ...]
+    ranks: tuple[int, ...]
+    top_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
+
+    def top(self, index: int) -> tuple[tuple[int, float], ...]:
+        """(token id, log probability) of the alternatives of one token."""
+        part = slice(index * self.num_top, (index + 1) * self.num_top)
+        return tuple(zip(self.top_ids[part], self.top_logprobs[part], strict=True))
 
 
 @dataclass(frozen=True, slots=True)

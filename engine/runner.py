@@ -9,7 +9,7 @@ import torch
 
 from core.blocks import KvGeometry
 from core.errors import InvariantBroken
-from engine.step import Drawn, StepPlan
+from engine.step import Answer, StepPlan
 
 
 class ModelRunner(Protocol):
@@ -26,10 +26,10 @@ class ModelRunner(Protocol):
         """[num_blocks, num_layers, 2, ...], contiguous: a block is one run of `geometry.block_bytes`."""
         ...
 
-    def run(self, plan: StepPlan) -> Sequence[tuple[Drawn, ...]]:
-        """Copy blocks, write the KV of every slice into its own, and draw what each slice asks for.
+    def run(self, plan: StepPlan) -> Sequence[tuple[Answer, ...]]:
+        """Copy blocks, write the KV of every slice into its own, and draw and score what each slice asks for.
 
-        Returns: for each slice, in order, what was drawn for its `samples` (engine.sampler.draw).
+        Returns: for each slice, in order, the answers to its `samples` (engine.sampler.draw).
         Raises: InvariantBroken: a block table does not cover its slice, or a block id lies outside the pool.
         """
         ...

@@ -15,7 +15,7 @@ import torch
 
 from core.errors import InvariantBroken
 from core.request import TokenLogprobs
-from engine.step import DeadEnd, Drawn, GrammarMatcher, SampleSpec, ScoredToken
+from engine.step import Answer, DeadEnd, Drawn, GrammarMatcher, PromptScore, RowSpec, SampleSpec, ScoredToken, ScoreSpec
 
 LARGEST: Final = torch.finfo(torch.float32).max
 SORTED_PREFIX: Final = 1024  # top_p mostly keeps fewer tokens; only where it keeps more is the whole row sorted
@@ -27,11 +27,20 @@ BIT_FLOORS: Final = np.where(
 ).astype(np.float32)
 
 
-def draw(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> list[Drawn]:
-    """`sample`, with log probabilities for the specs that ask for them.
+def draw(logits: torch.Tensor, specs: Sequence[RowSpec]) -> list[Answer]:
+    """`sample`, with log probabilities for the specs that ask for them; and the scores of prompt tokens.
 
     Args, Raises: see `sample`.
     """
+    samples = [spec for spec in specs if isinstance(spec, SampleSpec)]
+    if len(samples) == len(specs):
+        return [*_draw_scored(logits, samples)]
+    rows = [row for row, spec in enumerate(specs) if isinstance(spec, SampleSpec)]
+    drawn = iter(_draw_scored(logits[rows], samples) if rows else ())
+    return [_score(logits[row], spec) if isinstance(spec, ScoreSpec) else next(drawn) for row, spec in enumerate(specs)]
+
+
+def _draw_scored(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> list[Drawn]:
     return [
         drawn
         if isinstance(drawn, DeadEnd) or spec.sampling.top_logprobs is None
@@ -96,13 +105,26 @@ def _mix(value: int) -> int:
 def _scored(logits: torch.Tensor, token_id: int, num_top: int) -> ScoredToken:
     """The log probabilities of one row, [vocab_size], float32: of the token drawn, and of the best `num_top`."""
     logprobs = logits.double().log_softmax(dim=0)
-    top: tuple[tuple[int, float], ...] = ()
-    if num_top:
-        least = logprobs.topk(min(num_top, len(logprobs))).values[-1]
-        candidates = (logprobs >= least).nonzero().squeeze(-1)  # lowest id first, which a stable sort keeps
-        best = candidates[logprobs[candidates].sort(descending=True, stable=True).indices[:num_top]]
-        top = tuple(zip(best.tolist(), logprobs[best].tolist(), strict=True))
-    return ScoredToken(token_id, TokenLogprobs(float(logprobs[token_id]), top))
+    return ScoredToken(token_id, TokenLogprobs(float(logprobs[token_id]), _top(logprobs, num_top)))
+
+
+def _score(logits: torch.Tensor, spec: ScoreSpec) -> PromptScore:
+    """One prompt token by the row, [vocab_size], float32, that says what follows. Ranks are as vLLM has them."""
+    logprobs = logits.double().log_softmax(dim=0)
+    own = logprobs[spec.token_id]
+    if not bool(torch.isfinite(logits.max())):
+        raise InvariantBroken("logits hold a NaN or an infinity")
+    return PromptScore(float(own), int((logprobs >= own).sum()), _top(logprobs, spec.num_top))
+
+
+def _top(logprobs: torch.Tensor, count: int) -> tuple[tuple[int, float], ...]:
+    """The best of one row, [vocab_size], float64: (token id, log probability)."""
+    if not count:
+        return ()
+    least = logprobs.topk(min(count, len(logprobs))).values[-1]
+    candidates = (logprobs >= least).nonzero().squeeze(-1)  # lowest id first, which a stable sort keeps
+    best = candidates[logprobs[candidates].sort(descending=True, stable=True).indices[:count]]
+    return tuple(zip(best.tolist(), logprobs[best].tolist(), strict=True))
 
 
 def _changed(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> tuple[torch.Tensor, dict[int, DeadEnd]]:

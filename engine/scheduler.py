@@ -30,7 +30,7 @@ from core.request import FinishReason, GenerateRequest, TokenDelta, WorkUsage
 from engine.block_pool import BlockPool
 from engine.growth import BlockGrowth
 from engine.sequence import MatcherFactory, ModelLimits, Sequence, StopWatch, StopWatchFactory, no_grammars
-from engine.step import DeadEnd, Drawn, GrammarMatcher, ScoredToken, StepPlan
+from engine.step import Answer, DeadEnd, Drawn, GrammarMatcher, ScoredToken, StepPlan
 from engine.waiting_line import WaitingLine, rank
 
 
@@ -45,6 +45,7 @@ class SchedulerConfig:
         decodes to compute and too few prompt tokens to fill the budget; 0 waits for nobody. Fewer steps then carry
         prompts, which pays where such a step costs more than its tokens (as SGLang's prefill delayer and TensorRT-LLM's
         batch_wait_timeout_iters have it). On our CPU kernels it does not.
+    max_scored_tokens: most tokens of a step that belong to prompts to be scored: each needs a row of logits in memory.
     """
 
     token_budget: int = 256
@@ -54,6 +55,7 @@ class SchedulerConfig:
     scan_depth: int = 8
     max_overtakes: int = 16
     prefill_delay_steps: int = 0
+    max_scored_tokens: int = 64
 
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():
@@ -69,6 +71,7 @@ _LEAST: Final = {
     "scan_depth": 0,
     "max_overtakes": 0,
     "prefill_delay_steps": 0,
+    "max_scored_tokens": 1,
 }
 
 
@@ -151,6 +154,7 @@ class Scheduler:
             tokens=[*request.prompt_token_ids, *request.output_token_ids],
             num_choices=request.num_choices,
             sampling=request.sampling,
+            scoring=request.prompt_logprobs is not None and not request.output_token_ids,  # else they are out
             arrived_step=self.num_steps,
             grammar=self._matcher_of(request),
             due_step=self.num_steps + request.priority * self.config.ageing_steps,
@@ -164,6 +168,7 @@ class Scheduler:
 
     def await_room(self, sequence: Sequence) -> None:
         """Queue a sequence whose prompt KV will come from a peer, until `reserve_next` has blocks for it."""
+        sequence.scoring = False  # so will the scores
         self._awaiting_room.push(sequence)
 
     def reserve_next(self) -> Reservation | None:
@@ -239,7 +244,7 @@ class Scheduler:
         self._age(chosen)
         return self._in_flight
 
-    def commit(self, plan: StepPlan, drawn: Collection[tuple[Drawn, ...]]) -> list[Progress]:
+    def commit(self, plan: StepPlan, drawn: Collection[tuple[Answer, ...]]) -> list[Progress]:
         """Take what was drawn for the samples of each slice of the step in flight, in order."""
         if plan is not self._in_flight or len(drawn) != len(plan.slices):
             raise InvariantBroken("commit of a step that is not in flight")
@@ -333,9 +338,19 @@ class Scheduler:
             if budget == 0 or len(chosen) == self.config.max_sequences:
                 break
             if not sequence.decoding and sequence in self._running:
-                chosen[sequence] = min(budget, sequence.num_uncomputed)
-                budget -= chosen[sequence]
+                budget -= self._choose(sequence, chosen, budget)
         return budget
+
+    def _choose(self, sequence: Sequence, chosen: dict[Sequence, int], budget: int) -> int:
+        """Give a prompt its share of the step; returns how many tokens. Scores need a row of logits each, so that of
+        such prompts a step computes little."""
+        num_tokens = min(budget, sequence.num_uncomputed)
+        if sequence.num_unscored:
+            scored = sum(count for other, count in chosen.items() if other.num_unscored)
+            num_tokens = min(num_tokens, self.config.max_scored_tokens - scored)
+        if num_tokens:
+            chosen[sequence] = num_tokens
+        return num_tokens
 
     def _admit_waiting(self, due: bool, chosen: dict[Sequence, int], budget: int) -> int:
         only_decodes = bool(chosen) and all(sequence.decoding for sequence in chosen)  # else prompts have a step anyway
@@ -351,8 +366,7 @@ class Scheduler:
             if sequence.num_known == sequence.request.num_given_tokens:
                 sequence.num_cached_prompt = sequence.num_computed
             self._running[sequence] = None
-            chosen[sequence] = min(budget, sequence.num_uncomputed)
-            budget -= chosen[sequence]
+            budget -= self._choose(sequence, chosen, budget)
         return budget
 
     def _admit(self, line: WaitingLine, due: bool, behind: WaitingLine) -> Reservation | None:
@@ -417,13 +431,14 @@ class Scheduler:
             self.pool.cache(sequence.blocks[index], sequence.hashes[index])
         sequence.num_cached_blocks = num_full
 
-    def _advance(self, sequence: Sequence, answer: tuple[Drawn, ...]) -> Progress:
+    def _advance(self, sequence: Sequence, answer: tuple[Answer, ...]) -> Progress:
         request_id, table, computed = sequence.request_id, tuple(sequence.blocks), sequence.num_computed
-        if not answer:
+        drawn_here = sequence.take_scores(answer)
+        if not drawn_here:
             return Progress(request_id, computed, table, deltas=())
         handed_over = sequence.prefill_only
         choices = sequence.fork(self._make_watch) if handed_over else self._fork(sequence)
-        deltas = tuple(self._say(choice, drawn) for choice, drawn in zip(choices, answer, strict=True))
+        deltas = tuple(self._say(choice, drawn) for choice, drawn in zip(choices, drawn_here, strict=True))
         if handed_over:
             sequence.drop_blocks()
             self._forget(sequence)
@@ -454,6 +469,7 @@ class Scheduler:
             usage=self._first_usage(sequence),
             logprobs=logprobs,
             choice=sequence.choice,
+            prompt_logprobs=sequence.tell_scores(),
         )
 
     def _first_usage(self, sequence: Sequence) -> WorkUsage | None:

@@ -6,15 +6,15 @@ prompt's blocks, of which it holds references, and goes its own way.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from core.blocks import num_blocks_for
 from core.errors import BadRequest
 from core.identity import BlockHash, extend_hashes
-from core.request import FinishReason, GenerateRequest, Grammar, SamplingParams
-from engine.step import GrammarMatcher, SampleSpec, SequenceSlice
+from core.request import FinishReason, GenerateRequest, Grammar, PromptLogprobs, SamplingParams
+from engine.step import Answer, Drawn, GrammarMatcher, PromptScore, SampleSpec, ScoreSpec, SequenceSlice
 
 
 class StopWatch(Protocol):
@@ -74,6 +74,8 @@ class Sequence:
     due_step: int = 0
     number: int = 0
     num_overtaken: int = 0
+    scoring: bool = False  # the prompt's tokens are to be scored here, and are not all told yet
+    scores: list[PromptScore] = field(default_factory=list)  # of the prompt's tokens from the second on
 
     @property
     def request_id(self) -> str:
@@ -151,6 +153,8 @@ class Sequence:
                 blocks=list(self.blocks),
                 hashes=list(self.hashes),
                 usage_sent=True,
+                scoring=False,
+                scores=[],
             )
             for choice in range(1, self.num_choices)
         ]
@@ -158,9 +162,18 @@ class Sequence:
         return [self, *others]
 
     def reusable_hashes(self) -> list[BlockHash]:
-        """Hashes of full blocks that a hit may cover: never all known tokens, so that one is always computed."""
-        self.extend_hashes(self.num_known - 1)
-        return self.hashes[: (self.num_known - 1) // self.limits.block_size]
+        """Hashes of full blocks that a hit may cover: never all known tokens, so that one is always computed, nor any
+        that says what follows it where that is to be scored."""
+        most = self.num_known - 1
+        if self.num_unscored:
+            most = min(most, len(self.scores))
+        self.extend_hashes(most)
+        return self.hashes[: most // self.limits.block_size]
+
+    @property
+    def num_unscored(self) -> int:
+        """Prompt tokens that are still to be scored."""
+        return self.request.num_prompt_tokens - 1 - len(self.scores) if self.scoring else 0
 
     def extend_hashes(self, num_tokens: int) -> None:
         """Hash the full blocks among the first `num_tokens` tokens that are not hashed yet."""
@@ -183,7 +196,38 @@ class Sequence:
             token_ids=tuple(self.tokens[self.num_computed : end]),
             start=self.num_computed,
             block_table=tuple(self.blocks[: self.num_blocks_to(end)]),
-            samples=self._samples() if end == self.num_known else (),
+            samples=(*self._scores_to(end), *(self._samples() if end == self.num_known else ())),
+        )
+
+    def _scores_to(self, end: int) -> Iterator[ScoreSpec]:
+        """What to score of the tokens that follow those up to `end`: none twice, also after a preemption."""
+        num_top = self.request.prompt_logprobs or 0
+        first = len(self.scores)
+        for position in range(first, min(end, first + self.num_unscored)):
+            yield ScoreSpec(position - self.num_computed, self.tokens[position + 1], num_top)
+
+    def take_scores(self, answers: Iterable[Answer]) -> list[Drawn]:
+        """Keep the scores among a slice's answers. Returns: what was drawn."""
+        drawn: list[Drawn] = []
+        for answer in answers:
+            if isinstance(answer, PromptScore):
+                self.scores.append(answer)
+            else:
+                drawn.append(answer)
+        return drawn
+
+    def tell_scores(self) -> PromptLogprobs | None:
+        """The prompt's log probabilities, once, where they were asked for."""
+        if not self.scoring:
+            return None
+        self.scoring = False
+        scores, self.scores = self.scores, []
+        return PromptLogprobs(
+            self.request.prompt_logprobs or 0,
+            tuple(item.logprob for item in scores),
+            tuple(item.rank for item in scores),
+            tuple(token_id for item in scores for token_id, _logprob in item.top),
+            tuple(logprob for item in scores for _token_id, logprob in item.top),
         )
 
     def _samples(self) -> tuple[SampleSpec, ...]:

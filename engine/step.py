@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from core.request import SamplingParams, TokenLogprobs
 
@@ -67,6 +67,20 @@ class SampleSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class ScoreSpec:
+    """What the model says of a token that is known already: the one that follows token `row` of the slice."""
+
+    row: int
+    token_id: int
+    num_top: int
+
+    is_plain_greedy: ClassVar[bool] = False
+
+
+RowSpec = SampleSpec | ScoreSpec  # each is about one row of logits
+
+
+@dataclass(frozen=True, slots=True)
 class SequenceSlice:
     """The tokens of one sequence to compute in this step.
 
@@ -74,14 +88,20 @@ class SequenceSlice:
         [0, start) is already in the pool.
     block_table: ids of the blocks that cover positions [0, start + len(token_ids)), in token order.
     samples: what to draw from the logits of the last token; several where a prompt is continued more than once, none
-        where the slice does not reach the end of the known tokens.
+        where the slice does not reach the end of the known tokens. Before them, what to score of a prompt.
     """
 
     request_id: str
     token_ids: tuple[int, ...]
     start: int
     block_table: tuple[int, ...]
-    samples: tuple[SampleSpec, ...] = ()
+    samples: tuple[RowSpec, ...] = ()
+
+    @property
+    def logit_rows(self) -> list[int]:
+        """The token, counted in the slice, whose logits each of `samples` is about."""
+        last = len(self.token_ids) - 1
+        return [spec.row if isinstance(spec, ScoreSpec) else last for spec in self.samples]
 
     @property
     def end(self) -> int:
@@ -96,7 +116,17 @@ class ScoredToken:
     logprobs: TokenLogprobs
 
 
+@dataclass(frozen=True, slots=True)
+class PromptScore:
+    """The answer to a ScoreSpec: rank is how many tokens are at least as probable; top as in TokenLogprobs."""
+
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...]
+
+
 Drawn = int | ScoredToken | DeadEnd  # a bare id for all specs without `top_logprobs`
+Answer = Drawn | PromptScore
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,11 +144,11 @@ class StepPlan:
         return sum(len(item.token_ids) for item in self.slices)
 
     @property
-    def samples(self) -> list[SampleSpec]:
-        """Every draw of the step, in order: a row of logits each."""
+    def samples(self) -> list[RowSpec]:
+        """Every draw and score of the step, in order: a row of logits each."""
         return [spec for item in self.slices for spec in item.samples]
 
-    def by_slice(self, drawn: Iterable[Drawn]) -> list[tuple[Drawn, ...]]:
-        """What was drawn for `samples`, slice by slice."""
-        rest = iter(drawn)
+    def by_slice(self, answers: Iterable[Answer]) -> list[tuple[Answer, ...]]:
+        """The answers to `samples`, slice by slice."""
+        rest = iter(answers)
         return [tuple(islice(rest, len(item.samples))) for item in self.slices]

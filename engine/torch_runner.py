@@ -18,7 +18,7 @@ from engine.models.decoder import DecoderModel
 from engine.runner import copy_blocks
 from engine.sampler import draw
 from engine.slice_check import require_inside
-from engine.step import Drawn, SequenceSlice, StepPlan
+from engine.step import Answer, SequenceSlice, StepPlan
 from engine.weights import load_weights
 
 KV_LAYOUT: Final = "block,layer,key-value,head,token,dim"
@@ -80,7 +80,7 @@ class TorchModelRunner:
         """See ModelRunner."""
         return self._kv_pool
 
-    def run(self, plan: StepPlan) -> list[tuple[Drawn, ...]]:
+    def run(self, plan: StepPlan) -> list[tuple[Answer, ...]]:
         """See ModelRunner."""
         copy_blocks(self._kv_pool, plan.copies)
         with torch.inference_mode():
@@ -128,6 +128,6 @@ def _sampled_rows(slices: Sequence[SequenceSlice]) -> torch.Tensor:
     """Index in the step of the token whose logits each sample is drawn from, int64."""
     rows, end = [], 0
     for item in slices:
+        rows += [end + row for row in item.logit_rows]
         end += len(item.token_ids)
-        rows += [end - 1] * len(item.samples)
     return torch.tensor(rows, dtype=torch.int64)

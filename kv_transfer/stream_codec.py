@@ -31,6 +31,7 @@ from core.request import (
     GenerateRequest,
     Grammar,
     GrammarKind,
+    PromptLogprobs,
     SamplingParams,
     StopConditions,
     TokenDelta,
@@ -209,6 +210,7 @@ def _encode_request(request: GenerateRequest) -> pb.WorkerRequest:
         num_choices=request.num_choices,
         grammar=_encode_grammar(request.grammar),
         output_token_ids=request.output_token_ids,
+        prompt_logprobs=request.prompt_logprobs,
     )
 
 
@@ -241,6 +243,7 @@ def _decode_request(message: pb.WorkerRequest) -> GenerateRequest:
         num_choices=message.num_choices,
         grammar=_decode_grammar(message.grammar) if message.HasField("grammar") else None,
         output_token_ids=tuple(message.output_token_ids),
+        prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
     )
 
 
@@ -283,6 +286,7 @@ def _encode_delta(delta: TokenDelta) -> pb.TokenDelta:
         usage=_encode_usage(delta.usage) if delta.usage is not None else None,
         logprobs=[encode_logprobs(item) for item in delta.logprobs],
         choice=delta.choice,
+        prompt_logprobs=encode_prompt_logprobs(delta.prompt_logprobs),
     )
 
 
@@ -297,6 +301,9 @@ def _decode_delta(message: pb.TokenDelta) -> TokenDelta:
         usage=_decode_usage(message.usage) if message.HasField("usage") else None,
         logprobs=tuple(_decode_logprobs(item) for item in message.logprobs),
         choice=message.choice,
+        prompt_logprobs=_decode_prompt_logprobs(message.prompt_logprobs)
+        if message.HasField("prompt_logprobs")
+        else None,
     )
 
 
@@ -307,6 +314,28 @@ def encode_logprobs(logprobs: TokenLogprobs) -> logprobs_pb2.TokenLogprobs:
 
 def _decode_logprobs(message: logprobs_pb2.TokenLogprobs) -> TokenLogprobs:
     return TokenLogprobs(message.drawn, tuple((item.token_id, item.logprob) for item in message.top))
+
+
+def encode_prompt_logprobs(logprobs: PromptLogprobs | None) -> logprobs_pb2.PromptLogprobs | None:
+    if logprobs is None:
+        return None
+    return logprobs_pb2.PromptLogprobs(
+        num_top=logprobs.num_top,
+        logprobs=logprobs.logprobs,
+        ranks=logprobs.ranks,
+        top_ids=logprobs.top_ids,
+        top_logprobs=logprobs.top_logprobs,
+    )
+
+
+def _decode_prompt_logprobs(message: logprobs_pb2.PromptLogprobs) -> PromptLogprobs:
+    return PromptLogprobs(
+        message.num_top,
+        tuple(message.logprobs),
+        tuple(message.ranks),
+        tuple(message.top_ids),
+        tuple(message.top_logprobs),
+    )
 
 
 def _encode_usage(usage: WorkUsage) -> pb.WorkUsage:

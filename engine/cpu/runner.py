@@ -19,7 +19,7 @@ from engine.cpu.packing import pack_weights, pad_columns
 from engine.model_config import ModelConfig
 from engine.runner import copy_blocks
 from engine.sampler import draw
-from engine.step import Drawn, SampleSpec, SequenceSlice, StepPlan
+from engine.step import Answer, RowSpec, SequenceSlice, StepPlan
 from engine.weights import ModelWeights, load_weights
 
 PAGE_TOKENS: Final = 16
@@ -100,7 +100,7 @@ class CpuModelRunner:
         The order inside a page is `kv_layout`'s."""
         return self._kv_pool
 
-    def run(self, plan: StepPlan) -> list[tuple[Drawn, ...]]:
+    def run(self, plan: StepPlan) -> list[tuple[Answer, ...]]:
         """See ModelRunner."""
         copy_blocks(self._kv_pool, plan.copies)
         logits, greedy_ids = self._compute(plan.slices)
@@ -121,7 +121,9 @@ class CpuModelRunner:
         self._check(slices, token_ids, block_ids)
         lengths = [len(item.token_ids) for item in slices]
         ends = list(accumulate(lengths))
-        logit_rows = [end - 1 for item, end in zip(slices, ends, strict=True) for _spec in item.samples]
+        logit_rows = [
+            end - len(item.token_ids) + row for item, end in zip(slices, ends, strict=True) for row in item.logit_rows
+        ]
         table_lengths = [len(item.block_table) for item in slices]
         if len(self._logits) < len(logit_rows):
             self._logits = torch.empty((len(logit_rows), self._logits.shape[1]))
@@ -183,7 +185,7 @@ def _outside(ids: Int32Array, bound: int) -> bool:
     return bool(len(ids)) and not 0 <= int(ids.min()) <= int(ids.max()) < bound
 
 
-def _draw(logits: torch.Tensor, greedy_ids: Sequence[int], specs: Sequence[SampleSpec]) -> Sequence[Drawn]:
+def _draw(logits: torch.Tensor, greedy_ids: Sequence[int], specs: Sequence[RowSpec]) -> Sequence[Answer]:
     """One token per row: the kernels' own choice where nothing else is asked for and all logits are finite."""
     if all(spec.is_plain_greedy for spec in specs) and -1 not in greedy_ids:
         return greedy_ids

@@ -35,7 +35,7 @@ from engine.models.decoder import DecoderModel
 from engine.runner import copy_blocks
 from engine.sampler import draw
 from engine.slice_check import require_inside
-from engine.step import Drawn, SampleSpec, SequenceSlice, StepPlan
+from engine.step import Answer, RowSpec, SequenceSlice, StepPlan
 from engine.weights import ModelWeights, load_weights
 
 EXACT_VARIABLE: Final = "TANDEM_EXACT"
@@ -131,7 +131,7 @@ class GpuModelRunner:
         """[num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim], contiguous: a block is one run of bytes."""
         return self._pool[: self._num_blocks]
 
-    def run(self, plan: StepPlan) -> list[tuple[Drawn, ...]]:
+    def run(self, plan: StepPlan) -> list[tuple[Answer, ...]]:
         """See ModelRunner."""
         with self._device.stream(), torch.inference_mode():
             copy_blocks(self.kv_pool, plan.copies)
@@ -181,7 +181,7 @@ class GpuModelRunner:
         return self._device.stage(values).to(self._device.torch_device, non_blocking=True)
 
 
-def _draw(output: StepOutput, specs: Sequence[SampleSpec]) -> Sequence[Drawn]:
+def _draw(output: StepOutput, specs: Sequence[RowSpec]) -> Sequence[Answer]:
     """One token per row: the device's own choice where nothing else is asked for and all logits are finite.
 
     Else the host draws, from the logits, as for every other runner: equal logits give equal tokens on any device.

@@ -89,10 +89,17 @@ def lay_out(slices: Sequence[SequenceSlice], block_size: int, scratch_block: int
         context_lens=array(INT32, [item.end for item in slices] + [0] * padding),
         block_tables=block_tables,
         table_width=table_width,
-        logit_rows=array(INT64, [end - 1 for item, end in zip(slices, ends, strict=True) for _spec in item.samples]),
+        logit_rows=array(
+            INT64, [row for item, end in zip(slices, ends, strict=True) for row in _logit_rows(item, end)]
+        ),
         most_queries=max(lengths),
         most_context=max(item.end for item in slices) if bucket is None else table_width * block_size,
     )
+
+
+def _logit_rows(item: SequenceSlice, end: int) -> list[int]:
+    """Of the slice that ends before token `end` of the step."""
+    return [end - len(item.token_ids) + row for row in item.logit_rows]
 
 
 def _bucket(slices: Sequence[SequenceSlice], sizes: GraphSizes) -> int | None:

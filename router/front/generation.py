@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from core.errors import BadRequest, InvariantBroken
-from core.request import FinishReason, GenerateRequest, Placement, TokenDelta, TokenLogprobs
+from core.request import FinishReason, GenerateRequest, Placement, PromptLogprobs, TokenDelta, TokenLogprobs
 from engine.stop import StopStrings
 from router.front.errors import GenerationFailed
 from router.front.intake import Draft, GrammarCheck, Intake, ServedModel, TextDecoder, Tokenizer
@@ -51,6 +51,7 @@ class TextDelta:
     logprobs: tuple[TokenLogprobs, ...] = ()  # one per token, where the request asks for them
     choice: int = 0
     last: bool = False
+    prompt_logprobs: PromptLogprobs | None = None  # with the first delta of all, where the request asks for them
 
 
 class Front:
@@ -151,6 +152,7 @@ class _Outputs:
             delta.logprobs,
             delta.choice,
             last=not self._open,
+            prompt_logprobs=delta.prompt_logprobs,
         )
 
 

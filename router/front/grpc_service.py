@@ -16,7 +16,7 @@ from tandem.v1 import inference_pb2, inference_pb2_grpc
 
 from core.errors import BadRequest
 from core.request import Grammar, Placement
-from kv_transfer.stream_codec import encode_logprobs
+from kv_transfer.stream_codec import encode_logprobs, encode_prompt_logprobs
 from router.front.constraint import (
     ANY_OBJECT,
     choice_grammar,
@@ -195,6 +195,7 @@ def _draft(request: inference_pb2.GenerateRequest, request_id: str, served_name:
         priority=request.priority,
         num_choices=request.n or 1,
         grammar=_grammar(request.constraint) if request.HasField("constraint") else None,
+        prompt_logprobs=request.prompt_logprobs if request.HasField("prompt_logprobs") else None,
     )
     return placement, draft
 
@@ -243,6 +244,7 @@ def _response(request_id: str, delta: TextDelta) -> inference_pb2.GenerateRespon
         token_ids=delta.token_ids,
         text=delta.text,
         logprobs=[encode_logprobs(item) for item in delta.logprobs],
+        prompt_logprobs=encode_prompt_logprobs(delta.prompt_logprobs),
         finish_reason=delta.finish_reason or "",
         matched_stop=delta.matched_stop or "",
         choice=delta.choice,

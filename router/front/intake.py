@@ -24,6 +24,7 @@ INLINE_CHARACTERS: Final = 10_000
 # Far over any context served, so that tokenising what will be refused anyway stays bounded.
 MAX_PROMPT_CHARACTERS: Final = 1 << 20
 MAX_CACHE_SALT_CHARACTERS: Final = 256
+MAX_PROMPT_LOGPROBS: Final = 200_000  # values, the tokens' own included
 MAX_STOP_CHARACTERS: Final = 1024
 MAX_STOP_TOKEN_IDS: Final = 128
 _REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:/+=@~-]{1,128}")
@@ -102,6 +103,7 @@ class Draft:
     priority: int = 0
     num_choices: int = 1
     grammar: Grammar | None = None
+    prompt_logprobs: int | None = None
 
 
 # Raises BadRequest on `grammar` where it does not compile, Rejected where that cannot be found out now.
@@ -142,7 +144,9 @@ class Intake:
             priority=draft.priority,
             num_choices=draft.num_choices,
             grammar=draft.grammar,
+            prompt_logprobs=draft.prompt_logprobs,
         )
+        self._check_scores(request)
         if draft.grammar is not None:
             await self._check_grammar(draft.grammar)
         return request
@@ -173,6 +177,18 @@ class Intake:
         for token_id, _bias in sampling.logit_bias:
             self._require_in_vocabulary(f"logit_bias.{token_id}", token_id)
         return sampling
+
+    def _check_scores(self, request: GenerateRequest) -> None:
+        """Over gRPC all of a prompt's log probabilities come in one message, which by default must stay below 4 MiB."""
+        if request.prompt_logprobs is None:
+            return
+        num_values = request.num_prompt_tokens * (request.prompt_logprobs + 1)
+        if num_values > MAX_PROMPT_LOGPROBS:
+            raise BadRequest(
+                "prompt_logprobs",
+                f"{request.prompt_logprobs} alternatives for each of {request.num_prompt_tokens} prompt tokens make"
+                f" {num_values} values; one answer takes {MAX_PROMPT_LOGPROBS}",
+            )
 
     def _check_stops(self, draft: Draft) -> None:
         """Before `min_tokens` no stop id may be drawn, so some other token must be left: a worker without one ends."""

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol
 
-from core.request import FinishReason, TokenLogprobs
+from core.request import FinishReason, GenerateRequest, PromptLogprobs, TokenLogprobs
 from router.front.generation import TextDelta
 from router.front.intake import ServedModel
 from router.front.openai_schema import Body
@@ -29,6 +29,7 @@ class Shape(Protocol):
     id_prefix: str
     chunk_object: str
     whole_object: str
+    prompt_logprobs_by_choice: bool  # else beside the choices, as vLLM has them
 
     def opening(self) -> dict[str, Any] | None:
         """What opens each choice of a stream beside its index, if this endpoint has such a thing."""
@@ -55,6 +56,7 @@ class ChatShape:
     id_prefix = "chatcmpl-"
     chunk_object = "chat.completion.chunk"
     whole_object = "chat.completion"
+    prompt_logprobs_by_choice = False
 
     def opening(self) -> dict[str, Any] | None:
         return {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
@@ -87,6 +89,7 @@ class CompletionShape:
     id_prefix = "cmpl-"
     chunk_object = "text_completion"
     whole_object = "text_completion"
+    prompt_logprobs_by_choice = True
 
     def opening(self) -> dict[str, Any] | None:
         return None
@@ -117,14 +120,15 @@ class Answer:
         model: ServedModel,
         body: Body,
         new_speller: Callable[[], Speller],
-        request_id: str,
+        request: GenerateRequest,
         created_s: int,
     ) -> None:
         self._shape = shape
         self._body = body
+        self._prompt_token_ids = request.prompt_token_ids
         self._spellers = [new_speller() for _ in range(body.num_returned)]
         self._head = {
-            "id": shape.id_prefix + request_id,
+            "id": shape.id_prefix + request.request_id,
             "created": created_s,
             "model": model.name,
             "system_fingerprint": "fp_" + model.weights_digest[:10],
@@ -153,20 +157,41 @@ class Answer:
             return b""
         return frame({**self._chunk_head(), "choices": [], "usage": usage_object(usage)})
 
-    def whole(self, outputs: Sequence[WholeOutput], usage: Usage) -> dict[str, Any]:
+    def whole(
+        self, outputs: Sequence[WholeOutput], usage: Usage, prompt_logprobs: PromptLogprobs | None = None
+    ) -> dict[str, Any]:
         """The answer in one piece, a choice for each output."""
-        return {
+        choices = [self._whole_choice(index, output, prompt_logprobs) for index, output in enumerate(outputs)]
+        answer = {
             "object": self._shape.whole_object,
             **self._head,
-            "choices": [self._whole_choice(index, output) for index, output in enumerate(outputs)],
+            "choices": choices,
             "usage": usage_object(usage),
         }
+        if self._body.prompt_logprobs is not None and prompt_logprobs is not None:
+            scores = self._spellers[0].prompt_objects(
+                self._prompt_token_ids, prompt_logprobs, self._body.prompt_logprobs
+            )
+            for holder in choices if self._shape.prompt_logprobs_by_choice else [answer]:
+                holder["prompt_logprobs"] = scores
+        return answer
 
-    def _whole_choice(self, index: int, output: WholeOutput) -> dict[str, Any]:
+    def whole_json(self, outputs: Sequence[WholeOutput], usage: Usage, prompt_logprobs: PromptLogprobs) -> str:
+        """`whole` as text. Touches nothing that another thread uses."""
+        return json.dumps(self.whole(outputs, usage, prompt_logprobs))
+
+    def _whole_choice(self, index: int, output: WholeOutput, prompt_logprobs: PromptLogprobs | None) -> dict[str, Any]:
         assert output.finish_reason is not None, "an answer is closed when every choice has ended"
-        scored = output.logprobs if self._body.top_logprobs_asked() is not None else ()
-        logprobs = self._logprobs(index, output.token_ids, scored)
-        choice = self._shape.whole(index, output.text, output.finish_reason, logprobs)
+        text, num_top, speller = output.text, self._body.top_logprobs_asked(), self._spellers[index]
+        positions: list[SpelledPosition] = []
+        if self._body.echoes:
+            text = speller.text_of(self._prompt_token_ids) + text
+            if num_top is not None and prompt_logprobs is not None:
+                positions += speller.push_prompt(self._prompt_token_ids, prompt_logprobs, num_top)
+        if num_top is not None and output.logprobs:
+            positions += speller.push(output.token_ids, output.logprobs)
+        logprobs = self._shape.logprobs(positions) if positions else None
+        choice = self._shape.whole(index, text, output.finish_reason, logprobs)
         return self._with_token_ids(choice, output.token_ids)
 
     def _chunk(self, choice: dict[str, Any], usage: Usage) -> bytes:
@@ -196,11 +221,13 @@ def _completion_token(token: SpelledToken) -> str:
     return text if text.encode() == token.raw else f"bytes:{text}"
 
 
-def _alternatives(position: SpelledPosition) -> dict[str, float]:
+def _alternatives(position: SpelledPosition) -> dict[str, float] | None:
     """The best tokens, best first, and the drawn one, which is always there. Where two are spelled alike the better
     one stays."""
     spelled: dict[str, float] = {}
     for token in (*position.top, position.drawn):
+        if token.logprob is None:
+            return None
         spelled.setdefault(_completion_token(token), token.logprob)
     return spelled
 

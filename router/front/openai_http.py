@@ -18,7 +18,7 @@ from aiohttp.typedefs import Handler, Middleware
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from core.errors import BadRequest, TandemError
-from core.request import GenerateRequest
+from core.request import GenerateRequest, PromptLogprobs
 from router.front.errors import EdgeError, edge_error, renamed
 from router.front.generation import Front, TextDelta
 from router.front.intake import MODEL_NOT_FOUND
@@ -110,18 +110,25 @@ class OpenAiEndpoints:
     ) -> web.StreamResponse:
         request = await self._front.prepare(body.draft(request_id))
         created_s = int(self._front.wall_clock())
-        answer = Answer(shape, self._front.model, body, self._front.speller, request_id, created_s)
+        answer = Answer(shape, self._front.model, body, self._front.speller, request, created_s)
         if body.streamed:
             return await self._stream(http, body, request, answer, meter)
         return await self._whole(body, request, answer, meter)
 
     async def _whole(self, body: Body, request: GenerateRequest, answer: Answer, meter: Meter) -> web.Response:
         outputs = [WholeOutput() for _ in range(request.num_choices)]
+        scores: PromptLogprobs | None = None
         async with aclosing(self._front.generate(request, body.placement, meter)) as deltas:
             async for delta in deltas:
                 outputs[delta.choice].add(delta)
+                scores = scores or delta.prompt_logprobs
                 if delta.last:
-                    return web.json_response(answer.whole(best_of(outputs, body.num_returned), delta.usage))
+                    best = best_of(outputs, body.num_returned)
+                    if scores is None:
+                        return web.json_response(answer.whole(best, delta.usage))
+                    # Spelling them may take half a second, which must not hold up every open stream.
+                    whole = await asyncio.to_thread(answer.whole_json, best, delta.usage, scores)
+                    return web.json_response(text=whole)
         raise AssertionError("Front.generate ends with a finish reason or an error")
 
     async def _stream(

@@ -141,6 +141,7 @@ class Body(Constraints):
     store: AbsentOrFalse = None
     n: NumChoices | None = None
     return_token_ids: bool | None = None
+    prompt_logprobs: int | None = None
     tandem: TandemOptions | None = None
 
     @property
@@ -182,6 +183,15 @@ class Body(Constraints):
         """How many alternatives to report with each log probability; None where none were asked for."""
         raise NotImplementedError
 
+    def prompt_logprobs_asked(self) -> int | None:
+        """How many alternatives to report with each prompt token; None where none were asked for."""
+        return self.prompt_logprobs
+
+    @property
+    def echoes(self) -> bool:
+        """The answer's text begins with the prompt."""
+        return False
+
     def field_names(self) -> dict[str, str]:
         """How this caller spelled the intake's fields, where it differs."""
         field = self.grammar_field()
@@ -217,12 +227,15 @@ class Body(Constraints):
             priority=self.priority or 0,
             num_choices=self.num_generated,
             grammar=self.grammar_asked(),
+            prompt_logprobs=self.prompt_logprobs_asked(),
         )
 
     def require_consistent(self) -> None:
         """Refuse fields that contradict each other."""
         if self.stream_options is not None and not self.streamed:
             raise BadRequest("stream_options", "is allowed only with stream: true")
+        if self.prompt_logprobs is not None and self.streamed:
+            raise BadRequest("prompt_logprobs", "is not allowed with stream: true")
         self.grammar_field()
 
 
@@ -268,7 +281,7 @@ class CompletionBody(Body):
         BeforeValidator(_one_prompt),
     ]
     best_of: NumChoices | None = None
-    echo: AbsentOrFalse = None
+    echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_COMPLETION_LOGPROBS)] | None = None
     suffix: Annotated[Any, _only(None, "")] = None
 
@@ -282,8 +295,22 @@ class CompletionBody(Body):
     def top_logprobs_asked(self) -> int | None:
         return self.logprobs
 
+    def prompt_logprobs_asked(self) -> int | None:
+        echoed = self.logprobs if self.echo else None
+        return max((count for count in (self.prompt_logprobs, echoed) if count is not None), default=None)
+
+    @property
+    def echoes(self) -> bool:
+        return bool(self.echo)
+
+    def field_names(self) -> dict[str, str]:
+        names = super().field_names()
+        return names if self.prompt_logprobs is not None else {**names, "prompt_logprobs": "logprobs"}
+
     def require_consistent(self) -> None:
         super().require_consistent()
+        if self.echo and self.streamed:
+            raise BadRequest("echo", "is not allowed with stream: true")
         if self.num_generated < self.num_returned:
             raise BadRequest("best_of", f"must be at least n = {self.num_returned}, got {self.num_generated}")
         if self.streamed and self.num_generated > self.num_returned:

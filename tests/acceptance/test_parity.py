@@ -80,6 +80,19 @@ def test_penalties_and_biases(pair: RunningCluster) -> None:
     assert only["token_ids"] == [forced] * 4
 
 
+def test_prompt_logprobs(pair: RunningCluster) -> None:
+    """The prefill worker's are the decode worker's, to the bit, and echoed they are the same numbers."""
+    prompt = list(STORY.prompt_ids)
+    choice = both_ways(pair, max_tokens=3, prompt_logprobs=2, echo=True, logprobs=1)
+    assert choice["token_ids"] == list(STORY.output_ids[:3])
+    assert choice["prompt_logprobs"][0] is None and len(choice["prompt_logprobs"]) == len(prompt)
+    own = [entry[str(token_id)] for token_id, entry in zip(prompt[1:], choice["prompt_logprobs"][1:], strict=True)]
+    assert all(entry["rank"] >= 1 and entry["logprob"] < 0 for entry in own)
+    echoed = choice["logprobs"]["token_logprobs"]
+    assert echoed[: len(prompt)] == [None, *(entry["logprob"] for entry in own)]
+    assert len(echoed) == len(prompt) + 3
+
+
 def test_logprobs(pair: RunningCluster) -> None:
     """Equal to the bit, the first position's from the prefill worker; greedy draws the best."""
     choice = both_ways(pair, max_tokens=12, logprobs=5)

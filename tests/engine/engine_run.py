@@ -6,7 +6,7 @@ import random
 from collections import defaultdict
 from collections.abc import Iterable
 
-from core.request import FinishReason, GenerateRequest, TokenDelta
+from core.request import FinishReason, GenerateRequest, PromptLogprobs, TokenDelta
 from engine.block_pool import BlockPool
 from engine.runner import ModelRunner
 from engine.scheduler import Scheduler, SchedulerConfig
@@ -27,6 +27,7 @@ class EngineRun:
         self.num_preemptions = 0
         self.cached_tokens: dict[str, int] = {}
         self._given: dict[str, int] = {}  # how much of each request's output was out before
+        self.prompt_logprobs: dict[str, PromptLogprobs] = {}
 
     def generate(
         self, requests: Iterable[GenerateRequest], config: SchedulerConfig, disturb: random.Random | None = None
@@ -71,6 +72,9 @@ class EngineRun:
         name = f"{delta.request_id}/{delta.choice}" if delta.choice else delta.request_id
         assert delta.position == self._given[delta.request_id] + len(outputs[name])
         outputs[name] += delta.token_ids
+        if delta.prompt_logprobs is not None:
+            assert delta.request_id not in self.prompt_logprobs
+            self.prompt_logprobs[delta.request_id] = delta.prompt_logprobs
         if delta.usage is not None:
             self.cached_tokens[delta.request_id] = delta.usage.cached_tokens
         assert delta.finish_reason in (None, FinishReason.STOP, FinishReason.LENGTH)

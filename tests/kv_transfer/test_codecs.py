@@ -16,6 +16,7 @@ from core.request import (
     GenerateRequest,
     Grammar,
     GrammarKind,
+    PromptLogprobs,
     SamplingParams,
     StopConditions,
     TokenDelta,
@@ -68,7 +69,7 @@ SAMPLING = SamplingParams(
 STOP = StopConditions(max_tokens=9, min_tokens=2, stop_token_ids=(7,), stop_strings=("\n", "END"), ignore_eos=True)
 GRAMMAR = Grammar(GrammarKind.JSON_SCHEMA, "{}")
 REQUEST = GenerateRequest(
-    "r1", (1, 2, 3), SAMPLING, STOP, "salt", "tenant", priority=-3, num_choices=4, grammar=GRAMMAR
+    "r1", (1, 2, 3), SAMPLING, STOP, "salt", "tenant", priority=-3, num_choices=4, grammar=GRAMMAR, prompt_logprobs=0
 )
 DELTA = TokenDelta(
     request_id="r1",
@@ -80,6 +81,7 @@ DELTA = TokenDelta(
     usage=WorkUsage(1, 2, 3, 4, 5),
     logprobs=(TokenLogprobs(-0.1), TokenLogprobs(-2.5, ((6, -0.2), (0, -1.0 / 3.0)))),
     choice=3,
+    prompt_logprobs=PromptLogprobs(1, (-0.1, -1.0 / 3.0), (2, 1), (7, 0), (-0.05, -1.0 / 3.0)),
 )
 
 

@@ -7,7 +7,16 @@ import codecs
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 
 from core.errors import BadRequest
-from core.request import FinishReason, GenerateRequest, Grammar, Placement, TokenDelta, TokenLogprobs, WorkUsage
+from core.request import (
+    FinishReason,
+    GenerateRequest,
+    Grammar,
+    Placement,
+    PromptLogprobs,
+    TokenDelta,
+    TokenLogprobs,
+    WorkUsage,
+)
 from router.front.intake import ServedModel
 
 END = 256
@@ -125,9 +134,25 @@ def says_scored(text: str, tokens_a_delta: int = 1) -> Script:
                 token_ids=tuple(token_ids[start:end]),
                 finish_reason=FinishReason.STOP if end >= len(token_ids) else None,
                 logprobs=tuple(logprobs[start:end]),
+                prompt_logprobs=scores_of(request) if start == 0 else None,
             )
 
     return script
+
+
+def scores_of(request: GenerateRequest) -> PromptLogprobs | None:
+    """Prompt token i has log probability -i and rank i + 1; its alternatives are the bytes 0xE0 and up, with -0.125."""
+    num_top = request.prompt_logprobs
+    if num_top is None:
+        return None
+    positions = range(1, request.num_prompt_tokens)
+    return PromptLogprobs(
+        num_top,
+        tuple(-float(position) for position in positions),
+        tuple(position + 1 for position in positions),
+        tuple(0xE0 + index for _position in positions for index in range(num_top)),
+        (-0.125,) * (len(positions) * num_top),
+    )
 
 
 def says_choices(

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18tandem/v1/logprobs.proto\x12\ttandem.v1\"D\n\rTokenLogprobs\x12\r\n\x05\x64rawn\x18\x01 \x01(\x01\x12$\n\x03top\x18\x02 \x03(\x0b\x32\x17.tandem.v1.TokenLogprob\"1\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18tandem/v1/logprobs.proto\x12\ttandem.v1\"D\n\rTokenLogprobs\x12\r\n\x05\x64rawn\x18\x01 \x01(\x01\x12$\n\x03top\x18\x02 \x03(\x0b\x32\x17.tandem.v1.TokenLogprob\"i\n\x0ePromptLogprobs\x12\x0f\n\x07num_top\x18\x01 \x01(\r\x12\x10\n\x08logprobs\x18\x02 \x03(\x01\x12\r\n\x05ranks\x18\x03 \x03(\r\x12\x0f\n\x07top_ids\x18\x04 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x05 \x03(\x01\"1\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,6 +33,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_TOKENLOGPROBS']._serialized_start=39
   _globals['_TOKENLOGPROBS']._serialized_end=107
-  _globals['_TOKENLOGPROB']._serialized_start=109
-  _globals['_TOKENLOGPROB']._serialized_end=158
+  _globals['_PROMPTLOGPROBS']._serialized_start=109
+  _globals['_PROMPTLOGPROBS']._serialized_end=214
+  _globals['_TOKENLOGPROB']._serialized_start=216
+  _globals['_TOKENLOGPROB']._serialized_end=265
 # @@protoc_insertion_point(module_scope)
