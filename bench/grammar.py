@@ -62,7 +62,9 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=16, help="batch of the last table")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    tokenizer = Tokenizer.load(import_default_model(arguments.cache / "models" / "SmolLM2-135M-Instruct", print))
+    tokenizer = Tokenizer.load(
+        import_default_model(arguments.cache / "models" / "blocks" / "SmolLM2-135M-Instruct", print)
+    )
     start_s = time.perf_counter()
     compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size)
     print(f"vocabulary of {tokenizer.vocab_size}: {time.perf_counter() - start_s:.2f} s")

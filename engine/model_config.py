@@ -13,12 +13,14 @@ from engine.models.families import FAMILIES
 from engine.models.family import Family
 from engine.rope_scaling import RopeScaling, parse_rope
 
+BLOCKS_CONFIG: Final = {"quant_method": "tandem_gguf_blocks"}  # matrices as blocks: engine/quantisation.py
+
 # What we compute; any other value of these fields would give silently wrong tokens.
 ONLY_SUPPORTED: Final[dict[str, tuple[object, ...]]] = {
     "hidden_act": ("silu",),
     "attention_bias": (False, None),
     "mlp_bias": (False, None),
-    "quantization_config": (None,),
+    "quantization_config": (None, BLOCKS_CONFIG),
 }
 LAYER_TYPES: Final = {"full_attention", "sliding_attention"}
 

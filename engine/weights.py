@@ -1,11 +1,15 @@
-"""Reads a model's weights from safetensors, one file or sharded, in Hugging Face form."""
+"""Reads a model's weights from safetensors, one file or sharded, in Hugging Face form.
+
+Matrices may lie there as floats or as quantised blocks (engine/quantisation.py). `load_weights` makes floats of all;
+`load_stored_weights` leaves blocks as they are.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Generic, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -13,6 +17,16 @@ from safetensors import SafetensorError, safe_open
 from core.errors import BadModel
 from engine.json_file import read_json_object
 from engine.model_config import ModelConfig
+from engine.quantisation import (
+    BLOCK_KINDS,
+    BLOCK_VALUES,
+    Matrix,
+    QuantisedMatrix,
+    as_floats,
+    is_finite,
+    metadata_key,
+    stack,
+)
 
 SINGLE_FILE: Final = "model.safetensors"
 INDEX_FILE: Final = "model.safetensors.index.json"
@@ -20,11 +34,14 @@ EMBEDDING: Final = "model.embed_tokens.weight"
 HEAD: Final = "lm_head.weight"
 QKV: Final = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 DTYPES: Final = ("F32", "F16", "BF16")  # as safetensors spells them
+BYTES: Final = "U8"
+
+M = TypeVar("M", bound=Matrix)
 
 
 @dataclass(frozen=True, slots=True)
-class LayerWeights:
-    """One decoder layer. Matrices are [out, in] in the model's dtype, norms [hidden_size] in float32.
+class Layer(Generic[M]):
+    """One decoder layer. Matrices are [out, in] in the model's dtype or blocks, norms [hidden_size] in float32.
 
     qkv: query, key and value heads stacked, [(num_heads + 2 * num_kv_heads) * head_dim, hidden_size].
     gate_up: gate over up, [2 * intermediate_size, hidden_size].
@@ -33,76 +50,124 @@ class LayerWeights:
     """
 
     attention_norm: torch.Tensor
-    qkv: torch.Tensor
-    output: torch.Tensor
+    qkv: M
+    output: M
     feed_forward_norm: torch.Tensor
-    gate_up: torch.Tensor
-    down: torch.Tensor
+    gate_up: M
+    down: M
     qkv_bias: torch.Tensor | None = None
     query_norm: torch.Tensor | None = None
     key_norm: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class ModelWeights:
-    """All weights. `head` is [vocab_size, hidden_size] in float32 whatever the dtype: bfloat16 logits would tie."""
+class Weights(Generic[M]):
+    """All weights. A `head` of floats is float32 whatever the dtype: bfloat16 logits would tie.
 
-    embedding: torch.Tensor
-    layers: tuple[LayerWeights, ...]
+    embedding, head: [vocab_size, hidden_size]; one object where they are tied, and both float32 or blocks.
+    """
+
+    embedding: M
+    layers: tuple[Layer[M], ...]
     final_norm: torch.Tensor
-    head: torch.Tensor
+    head: M
+
+
+LayerWeights = Layer[torch.Tensor]
+ModelWeights = Weights[torch.Tensor]
+StoredWeights = Weights[Matrix]
 
 
 def load_weights(
     folder: Path, config: ModelConfig, dtype: torch.dtype, progress: Callable[[str], None] = lambda _line: None
 ) -> ModelWeights:
-    """Read, check and pack the weights; files are memory-mapped, so tensors of the wanted dtype cost no copy.
+    """Read, check and stack the weights as floats; files are mapped, so that tensors of the wanted dtype cost no copy.
 
-    Raises: BadModel: a file or tensor is missing, a tensor is left over or has a wrong shape or dtype; all are named.
+    Raises: BadModel: a file or tensor is missing, a tensor is left over, has a wrong shape, dtype or kind, or holds NaN
+        or infinity; all wrong forms are named at once.
     """
     tensors = _TensorFiles(folder)
-    tensors.check(_expected_shapes(config), _unread_shapes(config))
-    embedding = tensors.read(EMBEDDING, dtype)
-    layers = []
-    for index in range(config.num_layers):
-        layers.append(_load_layer(tensors, config, f"model.layers.{index}.", dtype))
-        progress(f"layer {index + 1} of {config.num_layers}")
-    return ModelWeights(
-        embedding=embedding,
-        layers=tuple(layers),
-        final_norm=tensors.read("model.norm.weight", torch.float32),
-        head=_load_head(tensors, config),
-    )
+    return _Reader[torch.Tensor](tensors, config, dtype, tensors.read, torch.cat).read_all(progress)
 
 
-def _load_head(tensors: _TensorFiles, config: ModelConfig) -> torch.Tensor:
-    """Raises: BadModel: a tied head lies in the files all the same, and differs from the embedding."""
-    if not config.tied_embeddings:
-        return tensors.read(HEAD, torch.float32)
-    embedding = tensors.read(EMBEDDING, torch.float32)
-    if tensors.has(HEAD) and not torch.equal(tensors.read(HEAD, torch.float32), embedding):
-        raise BadModel(f"tensor {HEAD} differs from {EMBEDDING}, but config.json says tie_word_embeddings")
-    return embedding
+def load_stored_weights(
+    folder: Path, config: ModelConfig, dtype: torch.dtype, progress: Callable[[str], None] = lambda _line: None
+) -> StoredWeights:
+    """As `load_weights`, with blocks left as they are, except where matrices of several kinds are stacked."""
+    tensors = _TensorFiles(folder)
+
+    def stack_stored(parts: Sequence[Matrix]) -> Matrix:
+        return stack(parts, dtype)
+
+    return _Reader[Matrix](tensors, config, dtype, tensors.read_stored, stack_stored).read_all(progress)
 
 
-def _load_layer(tensors: _TensorFiles, config: ModelConfig, prefix: str, dtype: torch.dtype) -> LayerWeights:
-    def one(name: str, dtype: torch.dtype) -> torch.Tensor:
-        return tensors.read(f"{prefix}{name}", dtype)
+def read_tensors(folder: Path, config: ModelConfig, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """The model's tensors by their names in the files, as floats, none stacked.
 
-    def stacked(names: tuple[str, ...], kind: str, dtype: torch.dtype) -> torch.Tensor:
-        return torch.cat([one(f"{name}.{kind}", dtype) for name in names])
+    Raises: BadModel: see `load_weights`.
+    """
+    tensors = _TensorFiles(folder)
+    expected = _expected_shapes(config)
+    tensors.check(expected, _unread_shapes(config))
+    return {name: tensors.read(name, dtype) for name in expected}
 
-    return LayerWeights(
-        attention_norm=one("input_layernorm.weight", torch.float32),
-        qkv=stacked(QKV, "weight", dtype),
-        output=one("self_attn.o_proj.weight", dtype),
-        feed_forward_norm=one("post_attention_layernorm.weight", torch.float32),
-        gate_up=stacked(("mlp.gate_proj", "mlp.up_proj"), "weight", dtype),
-        down=one("mlp.down_proj.weight", dtype),
-        qkv_bias=stacked(QKV, "bias", torch.float32) if config.attention_bias else None,
-        query_norm=one("self_attn.q_norm.weight", torch.float32) if config.qk_norm else None,
-        key_norm=one("self_attn.k_norm.weight", torch.float32) if config.qk_norm else None,
-    )
+
+class _Reader(Generic[M]):
+    """Puts the tensors of checked files together. read: a matrix by its name, in a dtype where it is of floats."""
+
+    def __init__(
+        self,
+        tensors: _TensorFiles,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        read: Callable[[str, torch.dtype], M],
+        join: Callable[[list[M]], M],
+    ) -> None:
+        tensors.check(_expected_shapes(config), _unread_shapes(config))
+        self._tensors = tensors
+        self._config = config
+        self._dtype = dtype
+        self._read: Callable[[str, torch.dtype], M] = read
+        self._join: Callable[[list[M]], M] = join
+
+    def read_all(self, progress: Callable[[str], None]) -> Weights[M]:
+        embedding = self._read(EMBEDDING, self._dtype)
+        layers = []
+        for index in range(self._config.num_layers):
+            layers.append(self._layer(f"model.layers.{index}."))
+            progress(f"layer {index + 1} of {self._config.num_layers}")
+        return Weights(embedding, tuple(layers), self._vector("model.norm.weight"), self._head(embedding))
+
+    def _layer(self, prefix: str) -> Layer[M]:
+        config = self._config
+        biases = [self._vector(f"{prefix}{name}.bias") for name in QKV] if config.attention_bias else None
+        return Layer(
+            attention_norm=self._vector(f"{prefix}input_layernorm.weight"),
+            qkv=self._stacked(f"{prefix}{name}.weight" for name in QKV),
+            output=self._read(f"{prefix}self_attn.o_proj.weight", self._dtype),
+            feed_forward_norm=self._vector(f"{prefix}post_attention_layernorm.weight"),
+            gate_up=self._stacked(f"{prefix}mlp.{name}_proj.weight" for name in ("gate", "up")),
+            down=self._read(f"{prefix}mlp.down_proj.weight", self._dtype),
+            qkv_bias=torch.cat(biases) if biases else None,
+            query_norm=self._vector(f"{prefix}self_attn.q_norm.weight") if config.qk_norm else None,
+            key_norm=self._vector(f"{prefix}self_attn.k_norm.weight") if config.qk_norm else None,
+        )
+
+    def _stacked(self, names: Iterable[str]) -> M:
+        return self._join([self._read(name, self._dtype) for name in names])
+
+    def _vector(self, name: str) -> torch.Tensor:
+        return self._tensors.read(name, torch.float32)
+
+    def _head(self, embedding: M) -> M:
+        """Raises: BadModel: a tied head lies in the files all the same, and differs from the embedding."""
+        if not self._config.tied_embeddings:
+            return self._read(HEAD, torch.float32)
+        if self._tensors.has(HEAD):
+            self._tensors.require_equal(HEAD, EMBEDDING)
+        is_rounded = isinstance(embedding, torch.Tensor) and embedding.dtype != torch.float32
+        return self._read(EMBEDDING, torch.float32) if is_rounded else embedding
 
 
 def _expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -153,27 +218,27 @@ class _TensorFiles:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._file_of: dict[str, Any] = {}
+        self._kind_of: dict[str, str] = {}
         for path in self._paths():
             try:
                 opened: Any = safe_open(path, framework="pt")
             except (OSError, SafetensorError) as error:
                 raise BadModel(f"{path.name}: cannot be read as safetensors: {error}") from error
             self._file_of |= dict.fromkeys(opened.keys(), opened)
+            metadata = opened.metadata() or {}
+            kinds = {name: metadata.get(metadata_key(name)) for name in opened.keys()}  # noqa: SIM118
+            self._kind_of |= {name: kind for name, kind in kinds.items() if kind is not None}
 
     def check(self, expected: Mapping[str, tuple[int, ...]], optional: Mapping[str, tuple[int, ...]]) -> None:
-        """Raise BadModel unless all expected tensors and no unknown ones are there, with their shapes, as floats."""
+        """Raise BadModel unless all expected tensors and no unknown ones are there, with their shapes, in a form that
+        we read."""
         known = {**optional, **expected}
         problems = [
             f"missing tensor {name} {list(expected[name])}" for name in sorted(expected.keys() - self._file_of.keys())
         ]
         problems += [f"unexpected tensor {name}" for name in sorted(self._file_of.keys() - known.keys())]
         for name in sorted(known.keys() & self._file_of.keys()):
-            found = self._file_of[name].get_slice(name)
-            shape, dtype = tuple(found.get_shape()), found.get_dtype()
-            if shape != known[name]:
-                problems.append(f"tensor {name} has shape {list(shape)}, config.json asks for {list(known[name])}")
-            if dtype not in DTYPES:
-                problems.append(f"tensor {name} has dtype {dtype}, supported are {', '.join(DTYPES)}")
+            problems += self._problems(name, known[name])
         if problems:
             raise BadModel(f"{self._folder}: {'; '.join(problems)}")
 
@@ -182,9 +247,45 @@ class _TensorFiles:
         return name in self._file_of
 
     def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """The tensor in `dtype`: a view of the mapped file where it already has it."""
+        """The tensor in `dtype`: a view of the mapped file where it already has it. Raises: BadModel: not finite."""
+        return as_floats(self.read_stored(name, dtype), dtype)
+
+    def read_stored(self, name: str, dtype: torch.dtype) -> Matrix:
+        """As `read`, but blocks as they are."""
         tensor: torch.Tensor = self._file_of[name].get_tensor(name)
-        return tensor.to(dtype)
+        if kind := self._kind_of.get(name):
+            matrix: Matrix = QuantisedMatrix.of_rows(kind, tensor)
+        else:
+            matrix = tensor.to(dtype)
+        if not is_finite(matrix):
+            raise BadModel(f"{self._folder}: tensor {name} holds NaN or infinity")
+        return matrix
+
+    def require_equal(self, name: str, other: str) -> None:
+        """Raise BadModel unless the two tensors are equal."""
+        if not torch.equal(self.read(name, torch.float32), self.read(other, torch.float32)):
+            raise BadModel(f"tensor {name} differs from {other}, but config.json says tie_word_embeddings")
+
+    def _problems(self, name: str, shape: tuple[int, ...]) -> Iterator[str]:
+        stored = self._file_of[name].get_slice(name)
+        found, dtype = tuple(stored.get_shape()), stored.get_dtype()
+        kind = self._kind_of.get(name)
+        if kind is None:
+            if dtype not in DTYPES:
+                yield f"tensor {name} has dtype {dtype}, supported are {', '.join(DTYPES)}"
+        elif kind not in BLOCK_KINDS:
+            yield f"tensor {name} has blocks of kind {kind}, supported are {', '.join(BLOCK_KINDS)}"
+            return
+        elif dtype != BYTES:
+            yield f"tensor {name} has dtype {dtype}, blocks of {kind} need {BYTES}"
+        elif len(shape) != 2 or shape[1] % BLOCK_VALUES:
+            yield f"tensor {name} has blocks of {kind}, but its rows of {shape[-1]} are not made of {BLOCK_VALUES}"
+            return
+        else:
+            shape = (shape[0], shape[1] // BLOCK_VALUES * BLOCK_KINDS[kind].block_bytes)
+        if found != shape:
+            unit = "" if kind is None else f" bytes of {kind}"
+            yield f"tensor {name} has shape {list(found)}, config.json asks for {list(shape)}{unit}"
 
     def _paths(self) -> list[Path]:
         index = self._folder / INDEX_FILE

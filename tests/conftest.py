@@ -20,4 +20,4 @@ def model_folder() -> Path:
     from engine.gguf_import import import_default_model  # slow to import, and most tests need no model
 
     cache = Path(os.environ.get("TANDEM_CACHE") or Path.home() / ".cache" / "tandem")
-    return import_default_model(cache / "models" / "SmolLM2-135M-Instruct", lambda _line: None)
+    return import_default_model(cache / "models" / "blocks" / "SmolLM2-135M-Instruct", lambda _line: None)

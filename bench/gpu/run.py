@@ -159,7 +159,7 @@ def default_model() -> Path:
         raise SystemExit(f"{error}: give --model FOLDER, or --random") from None
 
     cache = Path(os.environ.get("TANDEM_CACHE") or Path.home() / ".cache" / "tandem")
-    return import_default_model(cache / "models" / "SmolLM2-135M-Instruct", print)
+    return import_default_model(cache / "models" / "blocks" / "SmolLM2-135M-Instruct", print)
 
 
 def parse_options(arguments: list[str]) -> argparse.Namespace:

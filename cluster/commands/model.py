@@ -1,11 +1,11 @@
-"""`tandem model fetch`: make the default model's folder."""
+"""`tandem model fetch`: make the default model's folder. `tandem model export`: one with weights as plain floats."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-from cluster.folders import cache_folder, default_model_folder
+from cluster.folders import default_model_folder, models_folder
 from cluster.progress import Progress
 
 
@@ -20,11 +20,30 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     fetch.add_argument("--to", type=Path, metavar="DIR", help="the folder to make (default: below TANDEM_CACHE)")
     fetch.set_defaults(run=run_fetch)
+    export = actions.add_parser(
+        "export",
+        help="write a model with all weights as floats",
+        description="Write a new folder with the model's weights as floats, for programs that do not read blocks.",
+    )
+    export.add_argument("to", type=Path, metavar="DIR", help="the folder to make; must not exist")
+    export.add_argument("--model", type=Path, help="a model folder or GGUF file (default: the default model)")
+    export.add_argument("--dtype", default="float32", help="float32 or bfloat16 (default: %(default)s)")
+    export.set_defaults(run=run_export)
 
 
 def run_fetch(arguments: argparse.Namespace) -> int:
     """Print the folder's path, last."""
     print(fetch_default_model(arguments.to or default_model_folder(), Progress()))
+    return 0
+
+
+def run_export(arguments: argparse.Namespace) -> int:
+    """Print the new folder's path, last."""
+    from engine.export import export_floats
+
+    progress = Progress()
+    source = ready_folder(arguments.model or default_model_folder(), progress)
+    print(export_floats(source, arguments.to, arguments.dtype, lambda text: progress.say(f"  {text}")))
     return 0
 
 
@@ -50,4 +69,4 @@ def ready_folder(model: Path, progress: Progress) -> Path:
         return model
     from engine.gguf_import import folder_for
 
-    return folder_for(model, cache_folder() / "models", lambda text: progress.say(f"  {text}"))
+    return folder_for(model, models_folder(), lambda text: progress.say(f"  {text}"))

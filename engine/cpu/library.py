@@ -8,26 +8,34 @@ from __future__ import annotations
 import ctypes
 import weakref
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.cpu.packing import PackedLayer, PackedWeights
+from engine.cpu.packing import PackedLayer, PackedMatrix, PackedWeights
 from engine.model_config import ModelConfig
 from engine.rope import rotary_tables
 
 Int32Array = npt.NDArray[np.int32]
 
 
+STORAGES: Final = {None: 0, "Q4_0": 1, "Q4_1": 2, "Q8_0": 3}  # kernels/model.h, TandemStorage
+
+
+class _Matrix(ctypes.Structure):
+    _fields_ = [("data", ctypes.c_void_p), ("storage", ctypes.c_int32)]
+
+
 class _Layer(ctypes.Structure):
     _fields_ = [
         ("attention_norm", ctypes.c_void_p),
-        ("qkv", ctypes.c_void_p),
-        ("output", ctypes.c_void_p),
+        ("qkv", _Matrix),
+        ("output", _Matrix),
         ("feed_forward_norm", ctypes.c_void_p),
-        ("gate_up", ctypes.c_void_p),
-        ("down", ctypes.c_void_p),
+        ("gate_up", _Matrix),
+        ("down", _Matrix),
         ("qkv_bias", ctypes.c_void_p),
         ("query_norm", ctypes.c_void_p),
         ("key_norm", ctypes.c_void_p),
@@ -46,12 +54,12 @@ class _Model(ctypes.Structure):
         ("vocab_size", ctypes.c_int32),
         ("max_context_tokens", ctypes.c_int32),
         ("rms_norm_eps", ctypes.c_float),
-        ("embedding", ctypes.c_void_p),
+        ("embedding", _Matrix),
         ("cosines", ctypes.c_void_p),
         ("sines", ctypes.c_void_p),
         ("layers", ctypes.POINTER(_Layer)),
         ("final_norm", ctypes.c_void_p),
-        ("head", ctypes.c_void_p),
+        ("head", _Matrix),
         ("kv_pool", ctypes.c_void_p),
     ]
 
@@ -109,12 +117,12 @@ class KernelEngine:
             vocab_size=config.vocab_size,
             max_context_tokens=config.max_context_tokens,
             rms_norm_eps=config.rms_norm_eps,
-            embedding=weights.embedding.data_ptr(),
+            embedding=_argument(weights.embedding),
             cosines=cosines.data_ptr(),
             sines=sines.data_ptr(),
             layers=layers,
             final_norm=weights.final_norm.data_ptr(),
-            head=weights.head.data_ptr(),
+            head=_argument(weights.head),
             kv_pool=kv_pool.data_ptr(),
         )
         self._handle = self._functions.tandem_create(ctypes.byref(model))
@@ -157,5 +165,11 @@ class KernelEngine:
 
 
 def _layer(layer: PackedLayer) -> _Layer:
-    tensors = {field[0]: getattr(layer, field[0]) for field in _Layer._fields_}
-    return _Layer(**{name: tensor.data_ptr() for name, tensor in tensors.items() if tensor is not None})
+    fields = {field[0]: getattr(layer, field[0]) for field in _Layer._fields_}
+    return _Layer(**{name: _argument(value) for name, value in fields.items() if value is not None})
+
+
+def _argument(value: torch.Tensor | PackedMatrix) -> object:
+    if isinstance(value, PackedMatrix):
+        return _Matrix(value.data.data_ptr(), STORAGES[value.kind])
+    return value.data_ptr()

@@ -20,7 +20,7 @@ from engine.model_config import ModelConfig
 from engine.runner import copy_blocks
 from engine.sampler import draw
 from engine.step import Answer, RowSpec, SequenceSlice, StepPlan
-from engine.weights import ModelWeights, load_weights
+from engine.weights import StoredWeights, load_stored_weights
 
 PAGE_TOKENS: Final = 16
 NUM_LANES: Final = 16
@@ -40,7 +40,7 @@ class CpuModelRunner:
     def __init__(
         self,
         config: ModelConfig,
-        weights: ModelWeights,
+        weights: StoredWeights,
         dtype: str,
         num_blocks: int,
         block_size: int,
@@ -91,7 +91,7 @@ class CpuModelRunner:
         config = ModelConfig.load(folder)
         require_supported(config, dtype, block_size)
         library = KernelLibrary(build_library())
-        weights = load_weights(folder, config, DTYPES[dtype], progress)
+        weights = load_stored_weights(folder, config, DTYPES[dtype], progress)
         return CpuModelRunner(config, weights, dtype, num_blocks, block_size, library)
 
     @property

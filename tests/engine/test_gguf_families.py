@@ -14,15 +14,19 @@ from safetensors.torch import load_file
 
 from core.errors import BadModel
 from engine.gguf_import import import_gguf
+from engine.gguf_tensors import FLOATS
+from engine.model_config import BLOCKS_CONFIG, ModelConfig
+from engine.quantisation import BLOCK_KINDS
 from engine.rope import llama3_frequencies, plain_frequencies
 from engine.rope_scaling import Llama3Scaling, YarnScaling
 from engine.torch_runner import TorchModelRunner
+from engine.weights import read_tensors
 from tests.engine.gguf_files import F32, gguf_name, model_fields, tokenizer_fields, write_gguf
 from tests.engine.random_models import CASES, VOCAB_SIZE, Case, random_model, save
 from tests.engine.token_stream import pooled_sequences, prefill
 
 KINDS = gguf.GGMLQuantizationType
-MATRIX_TYPES = (KINDS.F32, KINDS.F16, KINDS.BF16, KINDS.Q8_0, KINDS.Q4_0, KINDS.Q4_1)
+MATRIX_TYPES = (KINDS.F32, KINDS.F16, KINDS.BF16, KINDS.Q8_0, KINDS.Q4_0, KINDS.Q4_1, KINDS.Q5_0)
 PLAIN_CASES = [case for case in CASES if not case.rope and case.kind != "mistral"]  # one of each architecture
 FACTORS = "rope_freqs.weight"
 
@@ -72,7 +76,7 @@ def test_matrices_are_what_gguf_dequantises(original: tuple[Case, Path], tmp_pat
     case, folder = original
     tensors = load_file(folder / "model.safetensors")
     imported = _import(tmp_path, case.kind, _fields(case.kind, folder), tensors, kind)
-    found = load_file(imported / "model.safetensors")
+    found = read_tensors(imported, ModelConfig.load(imported), torch.float32)
     reader = gguf.GGUFReader(tmp_path / "model.gguf")
     stored = {tensor.name: tensor for tensor in reader.tensors}
     name = "model.layers.2.mlp.down_proj.weight"
@@ -84,6 +88,9 @@ def test_matrices_are_what_gguf_dequantises(original: tuple[Case, Path], tmp_pat
     error = (found[query] - tensors[query]).norm() / tensors[query].norm()
     assert error < {"F32": 1e-9, "F16": 1e-3, "BF16": 1e-2, "Q8_0": 1e-2}.get(kind.name, 0.12)
     assert TorchModelRunner.load(imported, "float32", 4).vocab_size == VOCAB_SIZE
+    written = load_file(imported / "model.safetensors")[name].dtype
+    assert written == (torch.uint8 if kind.name in BLOCK_KINDS else FLOATS.get(kind.name, torch.float32))
+    assert _config(imported).get("quantization_config") == (BLOCKS_CONFIG if kind.name in BLOCK_KINDS else None)
 
 
 def test_a_damaged_type_is_named(original: tuple[Case, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,9 +100,9 @@ def test_a_damaged_type_is_named(original: tuple[Case, Path], tmp_path: Path, mo
         raise NotImplementedError("not yet")
 
     monkeypatch.setattr(gguf, "dequantize", refuse)
-    with pytest.raises(BadModel, match=r"tensor .*: Q8_0 cannot be dequantised: not yet|tensor .*: F32 cannot"):
+    with pytest.raises(BadModel, match=r"tensor .*: Q5_0 cannot be dequantised: not yet"):
         tensors = load_file(folder / "model.safetensors")
-        _import(tmp_path, case.kind, _fields(case.kind, folder), tensors, KINDS.Q8_0)
+        _import(tmp_path, case.kind, _fields(case.kind, folder), tensors, KINDS.Q5_0)
 
 
 def test_missing_tensors_of_the_family_are_named(original: tuple[Case, Path], tmp_path: Path) -> None:

@@ -3,21 +3,26 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from core.errors import BadModel, BadRequest, InvariantBroken
 from core.request import SamplingParams
 from engine.digest import CACHE_FILE, tokenizer_digest, weights_digest
-from engine.model_config import ModelConfig
+from engine.model_config import BLOCKS_CONFIG, ModelConfig
+from engine.quantisation import QuantisedMatrix, metadata_key
 from engine.step import SampleSpec, SequenceSlice, StepPlan
 from engine.torch_runner import TorchModelRunner
-from engine.weights import load_weights
+from engine.weights import load_stored_weights, load_weights
+from tests.engine.blocks import KINDS, random_blocks
 from tests.engine.tiny_model import write_json, write_tiny_model
 
 Tensors = dict[str, torch.Tensor]
+Load = Callable[[Path, ModelConfig, torch.dtype], Any]
 QUERY = "model.layers.1.self_attn.q_proj.weight"
 
 
@@ -108,6 +113,122 @@ def test_damaged_files_are_named(folder: Path, content: bytes) -> None:
         _load(folder)
 
 
+def test_truncated_files_are_named(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    content = path.read_bytes()
+    for size in (4, 1000, len(content) - 1):
+        path.write_bytes(content[:size])
+        with pytest.raises(BadModel, match=r"model\.safetensors: cannot be read"):
+            _load(folder)
+    path.write_bytes(content)
+    _load(folder)
+
+
+@pytest.mark.parametrize("load", [load_weights, load_stored_weights])
+@pytest.mark.parametrize("name", [QUERY, "model.norm.weight", "model.embed_tokens.weight"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_named(folder: Path, load: Load, name: str, bad: float) -> None:
+    config = ModelConfig.load(folder)
+    load(folder, config, torch.bfloat16)
+    _rewrite(folder, lambda tensors: tensors[name].view(-1)[-1].fill_(bad))
+    with pytest.raises(BadModel, match=f"tensor {name} holds NaN or infinity"):
+        load(folder, config, torch.bfloat16)
+
+
+@pytest.fixture(params=KINDS)
+def block_folder(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path]:
+    """The tiny model with all matrices as blocks of a kind."""
+    folder = write_tiny_model(tmp_path / "blocks")
+    tensors = load_file(folder / "model.safetensors")
+    matrices = {
+        name: random_blocks(request.param, *tensor.shape) for name, tensor in tensors.items() if tensor.dim() == 2
+    }
+    metadata = {metadata_key(name): request.param for name in matrices}
+    rows = {name: matrix.blocks.flatten(1).contiguous() for name, matrix in matrices.items()}
+    save_file(tensors | rows, folder / "model.safetensors", metadata=metadata)
+    _set_config(folder, quantization_config=BLOCKS_CONFIG)
+    return request.param, folder
+
+
+def _rewrite_blocks(folder: Path, change: Callable[[Tensors, dict[str, str]], object]) -> None:
+    with safe_open(folder / "model.safetensors", framework="pt") as file:
+        metadata = dict(file.metadata())
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors, metadata)
+    save_file(tensors, folder / "model.safetensors", metadata=metadata)
+
+
+def test_blocks_stay_blocks_or_become_floats(block_folder: tuple[str, Path]) -> None:
+    kind, folder = block_folder
+    stored = load_stored_weights(folder, ModelConfig.load(folder), torch.bfloat16)
+    floats = load_weights(folder, ModelConfig.load(folder), torch.bfloat16)
+    assert stored.head is stored.embedding
+    for found, expected in zip(stored.layers, floats.layers, strict=True):
+        for name in ("qkv", "output", "gate_up", "down"):
+            matrix = getattr(found, name)
+            assert isinstance(matrix, QuantisedMatrix) and matrix.kind == kind
+            assert torch.equal(matrix.dequantised().bfloat16(), getattr(expected, name))
+
+
+def test_another_kind_in_a_stack_makes_it_floats(block_folder: tuple[str, Path]) -> None:
+    kind, folder = block_folder
+
+    def use_floats(tensors: Tensors, metadata: dict[str, str]) -> None:
+        tensors[QUERY] = QuantisedMatrix.of_rows(kind, tensors[QUERY]).dequantised().half()
+        del metadata[metadata_key(QUERY)]
+
+    _rewrite_blocks(folder, use_floats)
+    first, second = load_stored_weights(folder, ModelConfig.load(folder), torch.float32).layers
+    assert isinstance(first.qkv, QuantisedMatrix)
+    assert isinstance(second.qkv, torch.Tensor)
+    assert torch.equal(second.qkv[:96], load_file(folder / "model.safetensors")[QUERY].float())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda tensors, metadata: metadata.update({metadata_key(QUERY): "Q4_K"}),
+            f"tensor {QUERY} has blocks of kind Q4_K, supported are Q4_0, Q4_1, Q8_0",
+        ),
+        (
+            lambda tensors, metadata: metadata.pop(metadata_key(QUERY)),
+            f"tensor {QUERY} has dtype U8, supported are F32",
+        ),
+        (
+            lambda tensors, metadata: tensors.update({QUERY: tensors[QUERY][:, :-1].contiguous()}),
+            f"tensor {QUERY} has shape [96, ",
+        ),
+        (
+            lambda tensors, metadata: tensors.update({QUERY: tensors[QUERY][:-1].contiguous()}),
+            f"tensor {QUERY} has shape [95, ",
+        ),
+        (
+            lambda tensors, metadata: tensors.update({QUERY: tensors[QUERY].float()}),
+            f"tensor {QUERY} has dtype F32, blocks of ",
+        ),
+        (
+            lambda tensors, metadata: metadata.update({metadata_key("model.norm.weight"): "Q8_0"}),
+            "tensor model.norm.weight has dtype F32, blocks of Q8_0 need U8",
+        ),
+        (
+            lambda tensors, metadata: tensors[QUERY][5, :2].copy_(torch.tensor([0, 0x7E])),
+            f"tensor {QUERY} holds NaN or infinity",
+        ),
+    ],
+)
+@pytest.mark.parametrize("load", [load_weights, load_stored_weights])
+def test_wrong_blocks_are_named(
+    block_folder: tuple[str, Path], load: Load, change: Callable[[Tensors, dict[str, str]], object], message: str
+) -> None:
+    _, folder = block_folder
+    load(folder, ModelConfig.load(folder), torch.float32)
+    _rewrite_blocks(folder, change)
+    with pytest.raises(BadModel) as caught:
+        load(folder, ModelConfig.load(folder), torch.float32)
+    assert message in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [
@@ -119,6 +240,7 @@ def test_damaged_files_are_named(folder: Path, content: bytes) -> None:
         ("rope_scaling", {"rope_type": "llama3", "factor": 8.0}),
         ("rope_parameters", {"rope_type": "yarn", "rope_theta": 10000.0}),
         ("quantization_config", {"bits": 4}),
+        ("quantization_config", {"quant_method": "gptq"}),
         ("num_key_value_heads", 4),
         ("head_dim", 15),
         ("hidden_size", None),

@@ -64,6 +64,9 @@ class UnitEngine final : public Engine {
         attended_ = attended_memory_.reserve(block_rows * units(query_size_));
         gated_ = gated_memory_.reserve(block_rows * units(pad_columns(model.intermediate_size)));
         rounded_head_ = rounded_head_memory_.reserve(units(model.head_dim));
+        const int most_inputs = std::max({model.hidden_size, model.intermediate_size, query_size_});
+        unpacked_ = unpacked_memory_.reserve(tile_columns * units(most_inputs));
+        embedded_ = embedded_memory_.reserve(units(model.hidden_size));
     }
 
     void run(const TandemStep& step) override {
@@ -91,13 +94,24 @@ class UnitEngine final : public Engine {
         int num_tokens = 0;
         for (int sequence = 0; sequence < step.num_sequences; ++sequence) num_tokens += step.lengths[sequence];
         residual_ = residual_memory_.reserve(num_tokens * hidden_stride_);
-        const auto* embedding = static_cast<const Unit*>(model_.embedding);
         for (int token = 0; token < num_tokens; ++token) {
-            const Unit* row = embedding + step.token_ids[token] * units(model_.hidden_size);
+            const Unit* row = embedding(step.token_ids[token]);
             for (int index = 0; index < model_.hidden_size; index += num_lanes)
                 store(residual_ + token * hidden_stride_ + index, load_values(row + units(index)));
         }
         return num_tokens;
+    }
+
+    // A token's row of the embedding, good until the next call.
+    const Unit* embedding(int token_id) {
+        if (model_.embedding.storage == tandem_floats)
+            return static_cast<const Unit*>(model_.embedding.data) + token_id * units(model_.hidden_size);
+        matrix(model_.embedding, model_.vocab_size, model_.hidden_size).read_output(token_id, embedded_);
+        return embedded_;
+    }
+
+    PackedMatrix<Unit> matrix(const TandemMatrix& stored, int num_outputs, int num_inputs) const {
+        return PackedMatrix<Unit>(stored, num_outputs, num_inputs, unpacked_);
     }
 
     // Cut the slices where blocks of rows begin, and make room for the scores of the longest context.
@@ -125,14 +139,14 @@ class UnitEngine final : public Engine {
         const TandemLayer& weights = layers_[layer];
         normalise_rows(residual, weights.attention_norm, num_rows);
         multiply(operands_, units(hidden_stride_), num_rows,
-                 PackedMatrix<Unit>(weights.qkv, query_size_ + 2 * kv_size_, model_.hidden_size),
+                 matrix(weights.qkv, query_size_ + 2 * kv_size_, model_.hidden_size),
                  StoreSums{projected_, qkv_stride_});
         for (const Run* run = first_run; run != last_run; ++run)
             for (int row = 0; row < run->num_rows; ++row) place_token(layer, *run, row);
         for (const Run* run = first_run; run != last_run; ++run)
             attend(pool_, layer, *run, run + 1 == last_run ? nullptr : run + 1, group_, queries_, block_rows, scratch_, attended_, units(query_size_));
         multiply(attended_, units(query_size_), num_rows,
-                 PackedMatrix<Unit>(weights.output, model_.hidden_size, query_size_), AddSums{residual, hidden_stride_});
+                 matrix(weights.output, model_.hidden_size, query_size_), AddSums{residual, hidden_stride_});
     }
 
     void feed_forward_part(int layer, float* residual, int num_rows) {
@@ -140,10 +154,10 @@ class UnitEngine final : public Engine {
         const long gated_stride = units(pad_columns(model_.intermediate_size));
         normalise_rows(residual, weights.feed_forward_norm, num_rows);
         multiply(operands_, units(hidden_stride_), num_rows,
-                 PackedMatrix<Unit>(weights.gate_up, 2 * model_.intermediate_size, model_.hidden_size),
+                 matrix(weights.gate_up, 2 * model_.intermediate_size, model_.hidden_size),
                  StoreSwiglu<Unit>{gated_, gated_stride});
         multiply(gated_, gated_stride, num_rows,
-                 PackedMatrix<Unit>(weights.down, model_.hidden_size, model_.intermediate_size),
+                 matrix(weights.down, model_.hidden_size, model_.intermediate_size),
                  AddSums{residual, hidden_stride_});
     }
 
@@ -190,7 +204,7 @@ class UnitEngine final : public Engine {
     }
 
     void write_logits(const TandemStep& step) {
-        const PackedMatrix<Unit> head(model_.head, model_.vocab_size, model_.hidden_size);
+        const PackedMatrix<Unit> head = matrix(model_.head, model_.vocab_size, model_.hidden_size);
         const long logits_stride = pad_columns(model_.vocab_size);
         for (int first = 0; first < step.num_logit_rows; first += block_rows) {
             const int num_rows = std::min(block_rows, step.num_logit_rows - first);
@@ -214,9 +228,10 @@ class UnitEngine final : public Engine {
     std::vector<int> run_blocks_;  // the block of rows that each run lies in
     AttentionScratch scratch_ = {};
     float *residual_, *projected_;
-    Unit *operands_, *queries_, *attended_, *gated_, *rounded_head_;
+    Unit *operands_, *queries_, *attended_, *gated_, *rounded_head_, *unpacked_, *embedded_;
     Buffer<float> residual_memory_, projected_memory_, scores_memory_, probabilities_memory_;
-    Buffer<Unit> operands_memory_, queries_memory_, attended_memory_, gated_memory_, rounded_head_memory_;
+    Buffer<Unit> operands_memory_, queries_memory_, attended_memory_, gated_memory_, rounded_head_memory_,
+        unpacked_memory_, embedded_memory_;
 };
 
 }  // namespace tandem

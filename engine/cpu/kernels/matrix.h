@@ -1,11 +1,10 @@
 // Products of activation rows with packed weight matrices.
 #pragma once
 
+#include "quantised.h"
 #include "tile.h"
 
 namespace tandem {
-
-constexpr int panel_vectors = 2, panel_columns = panel_vectors * num_lanes;
 
 // Columns of all matrices and rows of all activations are filled up to whole tiles, so that no kernel has a remainder.
 constexpr int tile_columns = 64;
@@ -13,18 +12,44 @@ static_assert(tile_columns % (tile_vectors * num_lanes) == 0);
 
 constexpr int pad_columns(int count) { return (count + tile_columns - 1) / tile_columns * tile_columns; }
 
-// A weight matrix [num_outputs, num_inputs], packed as [num_panels][num_steps][32 outputs] units and filled up with
-// zeros (engine/cpu/packing.py packs it).
+// A weight matrix [num_outputs, num_inputs], packed as [num_panels][num_steps][32 outputs] units, or blocks of them
+// (quantised.h), and filled up with zeros (engine/cpu/packing.py packs it).
 template <class Unit>
 struct PackedMatrix {
-    const Unit* panels;
+    TandemMatrix stored;
     int num_panels;
     int num_steps;
+    Unit* scratch;  // room for a wide tile's panels, where blocks are unpacked
 
-    PackedMatrix(const void* packed, int num_outputs, int num_inputs)
-        : panels(static_cast<const Unit*>(packed)),
+    PackedMatrix(const TandemMatrix& matrix, int num_outputs, int num_inputs, Unit* unpacked)
+        : stored(matrix),
           num_panels(pad_columns(num_outputs) / panel_columns),
-          num_steps((num_inputs + values_per_unit<Unit> - 1) / values_per_unit<Unit>) {}
+          num_steps((num_inputs + values_per_unit<Unit> - 1) / values_per_unit<Unit>),
+          scratch(unpacked) {}
+
+    // Steps that are best unpacked at a time when they are used once: what fits into the first-level cache.
+    int part_steps() const { return stored.storage == tandem_floats ? num_steps : block_steps<Unit>; }
+
+    // [count][32 outputs] units from step `first_step` on, where the steps of a panel follow those of the one before.
+    TANDEM_INLINE const Unit* steps(long first_step, long count) const {
+        if (stored.storage == tandem_floats)
+            return static_cast<const Unit*>(stored.data) + first_step * panel_columns;
+        const long first_block = first_step / block_steps<Unit>;
+        unpack_blocks<Unit>(stored.storage,
+                            static_cast<const char*>(stored.data) + first_block * packed_block_bytes(stored.storage),
+                            count / block_steps<Unit>, scratch);
+        return scratch;
+    }
+
+    // The weights of one output, num_steps units.
+    void read_output(int output, Unit* weights) const {
+        const long first_step = static_cast<long>(output / panel_columns) * num_steps;
+        for (int step = 0; step < num_steps; step += part_steps()) {
+            const Unit* part = steps(first_step + step, part_steps());
+            for (int index = 0; index < part_steps(); ++index)
+                weights[step + index] = part[index * panel_columns + output % panel_columns];
+        }
+    }
 };
 
 // What becomes of a finished tile: `sums` are outputs [first_column, + 16 * Columns) of rows from `first_row` on.
@@ -74,41 +99,53 @@ struct StoreSwiglu {
     }
 };
 
-// One tile of outputs: `panels` begins with the first of the panels that its columns take.
-template <class Unit, int Rows, int Columns, class Finish>
-TANDEM_INLINE void multiply_tile(const Unit* left, long left_stride, const Unit* panels, int num_steps, int first_row,
-                                 int first_column, Finish finish) {
+// Where each of a tile's columns begins in panels of `num_steps` steps.
+template <class Unit, int Columns>
+TANDEM_INLINE void find_columns(const Unit* panels, int num_steps, const Unit* (&columns)[Columns]) {
     const long panel_units = static_cast<long>(num_steps) * panel_columns;
-    const Unit* right[Columns];
     for (int column = 0; column < Columns; ++column)
-        right[column] = panels + column / panel_vectors * panel_units + column % panel_vectors * num_lanes;
-    Tile<Rows, Columns> sums = {};
-    accumulate<Unit, Rows, Columns>(sums, left + first_row * left_stride, left_stride, right, panel_columns, num_steps);
-    finish(sums, first_row, first_column);
+        columns[column] = panels + column / panel_vectors * panel_units + column % panel_vectors * num_lanes;
+}
+
+// All outputs of a few rows, which share one high tile: a panel's products hide the wait for the next.
+template <class Unit, int Rows, class Finish>
+void multiply_few(const Unit* left, long left_stride, const PackedMatrix<Unit>& matrix, Finish finish) {
+    const int part_steps = matrix.part_steps();
+    for (int panel = 0; panel < matrix.num_panels; ++panel) {
+        Tile<Rows, panel_vectors> sums = {};
+        for (int step = 0; step < matrix.num_steps; step += part_steps) {
+            const Unit* right[panel_vectors];
+            find_columns(matrix.steps(static_cast<long>(panel) * matrix.num_steps + step, part_steps), part_steps, right);
+            accumulate<Unit, Rows, panel_vectors>(sums, left + step, left_stride, right, panel_columns, part_steps);
+        }
+        finish(sums, 0, panel * panel_columns);
+    }
 }
 
 // Hand all outputs of `num_rows` rows to `finish`. left: rows `left_stride` units apart, in cache as far as possible.
 //
-// Weights come from memory as one plain stream, which the processor fetches ahead by itself. A few rows share one high
-// tile, whose products hide the wait; more rows share wide tiles, which ask less of the cache that the panels are in.
+// Weights come from memory as one plain stream, which the processor fetches ahead by itself. More rows than a high tile
+// holds share wide tiles, which ask less of the cache that the panels are in.
 template <class Unit, class Finish>
 void multiply(const Unit* left, long left_stride, int num_rows, const PackedMatrix<Unit>& matrix, Finish finish) {
-    const long panel_units = static_cast<long>(matrix.num_steps) * panel_columns;
     if (num_rows <= max_high_tile_rows) {
         with_constant<1, max_high_tile_rows>(num_rows, [=](auto rows) {
-            for (int panel = 0; panel < matrix.num_panels; ++panel)
-                multiply_tile<Unit, decltype(rows)::value, panel_vectors>(
-                    left, left_stride, matrix.panels + panel * panel_units, matrix.num_steps, 0,
-                    panel * panel_columns, finish);
+            multiply_few<Unit, decltype(rows)::value>(left, left_stride, matrix, finish);
         });
         return;
     }
-    for (int panel = 0; panel < matrix.num_panels; panel += tile_vectors / panel_vectors)
-        visit_parts<max_tile_rows>(num_rows, [=](auto rows, int first_row) TANDEM_INLINE_LAMBDA {
-            multiply_tile<Unit, decltype(rows)::value, tile_vectors>(
-                left, left_stride, matrix.panels + panel * panel_units, matrix.num_steps, first_row,
-                panel * panel_columns, finish);
+    constexpr int tile_panels = tile_vectors / panel_vectors;
+    for (int panel = 0; panel < matrix.num_panels; panel += tile_panels) {
+        const Unit* right[tile_vectors];
+        find_columns(matrix.steps(static_cast<long>(panel) * matrix.num_steps, tile_panels * matrix.num_steps),
+                     matrix.num_steps, right);
+        visit_parts<max_tile_rows>(num_rows, [&](auto rows, int first_row) TANDEM_INLINE_LAMBDA {
+            Tile<decltype(rows)::value, tile_vectors> sums = {};
+            accumulate<Unit, decltype(rows)::value, tile_vectors>(sums, left + first_row * left_stride, left_stride,
+                                                                  right, panel_columns, matrix.num_steps);
+            finish(sums, first_row, panel * panel_columns);
         });
+    }
 }
 
 }  // namespace tandem

@@ -5,14 +5,22 @@
 
 extern "C" {
 
+// How a matrix's weights are stored: in the model's dtype, or as a GGUF's blocks (quantised.h).
+enum TandemStorage : std::int32_t { tandem_floats, tandem_q4_0, tandem_q4_1, tandem_q8_0 };
+
+struct TandemMatrix {
+    const void* data;
+    TandemStorage storage;
+};
+
 // Weights of one decoder layer. Matrices are packed (matrix.h); norms are [hidden_size] float32.
 struct TandemLayer {
     const float* attention_norm;
-    const void* qkv;  // query, key and value heads stacked
-    const void* output;
+    TandemMatrix qkv;  // query, key and value heads stacked
+    TandemMatrix output;
     const float* feed_forward_norm;
-    const void* gate_up;  // sixteen gate rows, sixteen up rows, and so on
-    const void* down;
+    TandemMatrix gate_up;  // sixteen gate rows, sixteen up rows, and so on
+    TandemMatrix down;
     const float* qkv_bias;    // of the stacked heads; null where the family has none
     const float* query_norm;  // [head_dim], one for all heads; null where the family has none
     const float* key_norm;    // same
@@ -20,16 +28,16 @@ struct TandemLayer {
 
 // Sizes, weights and KV pool. hidden_size, intermediate_size and head_dim are multiples of 16.
 struct TandemModel {
-    std::int32_t is_bfloat16;  // of weights, KV and matrix operands; else float32
+    std::int32_t is_bfloat16;  // of KV, matrix operands and weights stored as floats; else float32
     std::int32_t num_layers, hidden_size, intermediate_size, num_heads, num_kv_heads, head_dim, vocab_size;
     std::int32_t max_context_tokens;
     float rms_norm_eps;
-    const void* embedding;  // [vocab_size, hidden_size], row-major
-    const float* cosines;   // [max_context_tokens, head_dim / 2]
-    const float* sines;     // same
+    TandemMatrix embedding;  // [vocab_size, hidden_size]: floats row-major, blocks packed
+    const float* cosines;    // [max_context_tokens, head_dim / 2]
+    const float* sines;      // same
     const TandemLayer* layers;
     const float* final_norm;
-    const void* head;  // packed
+    TandemMatrix head;  // packed
     void* kv_pool;
 };
 

@@ -128,8 +128,63 @@ TANDEM_INLINE Lanes store_values(Pair* to, Lanes lanes) {
     return widen(rounded);
 }
 
+// Two times sixteen neighbouring values.
+TANDEM_INLINE void store_two(float* to, Lanes first, Lanes second) {
+    store(to, first);
+    store(to + num_lanes, second);
+}
+TANDEM_INLINE void store_two(Pair* to, Lanes first, Lanes second) {
+#if TANDEM_AVX512_BF16
+    *reinterpret_cast<LaneBitsInMemory*>(to) = (LaneBits)_mm512_cvtne2ps_pbh(second, first);
+#else
+    store_values(to, first);
+    store_values(to + num_lanes / 2, second);
+#endif
+}
+
 TANDEM_INLINE Lanes load_values(const float* from) { return load(from); }
 TANDEM_INLINE Lanes load_values(const Pair* from) { return widen(*reinterpret_cast<const LaneHalvesInMemory*>(from)); }
+
+// Sixteen small integers as floats: 8 bits with sign, and the lowest 4 bits of each lane.
+TANDEM_INLINE Lanes load_int8(const std::int8_t* from) {
+#if TANDEM_AVX512
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+#else
+    Lanes lanes;
+    for (int lane = 0; lane < num_lanes; ++lane) lanes[lane] = from[lane];
+    return lanes;
+#endif
+}
+TANDEM_INLINE Lanes low_4_bits(LaneBits lanes) {
+#if TANDEM_AVX512
+    const Lanes integers = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    return _mm512_permutexvar_ps((__m512i)lanes, integers);
+#else
+    typedef std::int32_t LaneIntegers __attribute__((vector_size(64)));
+    return __builtin_convertvector(reinterpret_cast<LaneIntegers>(lanes & 15u), Lanes);
+#endif
+}
+
+// Sixteen finite float16 values.
+TANDEM_INLINE Lanes load_float16(const std::uint16_t* from) {
+    const LaneHalves halves = *reinterpret_cast<const LaneHalvesInMemory*>(from);
+#if TANDEM_AVX512
+    return _mm512_cvtph_ps((__m256i)halves);
+#else
+    const LaneBits bits = __builtin_convertvector(halves, LaneBits);
+    // Exponent and fraction moved into place count 2^112 too little: the multiplication is exact, subnormals included.
+    const Lanes magnitude = reinterpret_cast<Lanes>((bits & 0x7fffu) << 13) * 0x1p112f;
+    return reinterpret_cast<Lanes>(reinterpret_cast<LaneBits>(magnitude) | (bits & 0x8000u) << 16);
+#endif
+}
+
+// Each of the first, or last, eight lanes twice.
+TANDEM_INLINE Lanes double_lower_half(Lanes lanes) {
+    return __builtin_shufflevector(lanes, lanes, 0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
+}
+TANDEM_INLINE Lanes double_upper_half(Lanes lanes) {
+    return __builtin_shufflevector(lanes, lanes, 8, 8, 9, 9, 10, 10, 11, 11, 12, 12, 13, 13, 14, 14, 15, 15);
+}
 
 // Keep the first `count` lanes and put `other` into the rest.
 TANDEM_INLINE Lanes keep_first(Lanes lanes, int count, float other) {

@@ -19,6 +19,9 @@ constexpr int max_tile_rows = 6, tile_vectors = 4, max_high_tile_rows = 12;
 constexpr int max_tile_rows = 3, tile_vectors = 2, max_high_tile_rows = 3;
 #endif
 
+// A panel is what a high tile takes of a weight matrix.
+constexpr int panel_vectors = 2, panel_columns = panel_vectors * num_lanes;
+
 template <int Rows, int Columns>
 using Tile = Lanes[Rows][Columns];
 

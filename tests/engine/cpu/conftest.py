@@ -16,9 +16,16 @@ if find_compiler() is None:
     collect_ignore = ["test_kernels.py", "test_exactness.py", "test_fork_steps.py", "test_build.py"]
 
 
-@pytest.fixture(scope="session", params=[FOR_THIS_MACHINE, PORTABLE], ids=["native", "portable"])
+WITHOUT_BFLOAT16 = (*FOR_THIS_MACHINE, "-mno-avx512bf16")
+
+
+@pytest.fixture(
+    scope="session",
+    params=[FOR_THIS_MACHINE, WITHOUT_BFLOAT16, PORTABLE],
+    ids=["native", "without-bfloat16", "portable"],
+)
 def kernels(request: pytest.FixtureRequest) -> Kernels:
-    """Single kernels, compiled for this machine and without its instructions."""
+    """Single kernels, compiled for this machine, without its bfloat16 instructions, and without any."""
     return Kernels(request.param)
 
 

@@ -10,8 +10,10 @@ from typing import Final
 import torch
 
 from engine.cpu.build import build_library
+from engine.cpu.library import STORAGES
 from engine.cpu.memory import HugeMemory
-from engine.cpu.packing import interleave_halves, pack_matrix, pad_columns
+from engine.cpu.packing import PackedMatrix, interleave_halves, pack_matrix, pad_columns
+from engine.quantisation import Matrix
 
 SOURCE: Final = Path(__file__).parent / "kernels_under_test.cpp"
 PAGE_TOKENS: Final = 16
@@ -30,23 +32,30 @@ class Kernels:
         self._functions = ctypes.CDLL(str(build_library(SOURCE, target_flags)))
         self._functions.under_test_soften.restype = ctypes.c_float
 
-    def multiply(self, left: torch.Tensor, matrix: torch.Tensor, onto: torch.Tensor | None = None) -> torch.Tensor:
-        """left @ matrix.T, [rows, outputs] float32, both in one dtype; added to `onto` where that is given."""
-        rows, packed = units(left, left.dtype), _packed(matrix)
+    def multiply(self, left: torch.Tensor, matrix: Matrix, onto: torch.Tensor | None = None) -> torch.Tensor:
+        """left @ matrix.T, [rows, outputs] float32, in left's dtype; added to `onto` where that is given."""
+        rows, packed = units(left, left.dtype), _packed(matrix, left.dtype)
         num_outputs, num_inputs = matrix.shape
         output = torch.full((len(left), pad_columns(num_outputs)), float("nan"))
         if onto is not None:
             output[:, :num_outputs] = onto
-        self._call("multiply", left.dtype, rows, len(left), packed, num_outputs, num_inputs, output, onto is not None)
+        arguments = (*_stored(packed), num_outputs, num_inputs, output, onto is not None)
+        self._call("multiply", left.dtype, rows, len(left), *arguments)
         return output[:, :num_outputs]
 
-    def swiglu(self, left: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
+    def swiglu(self, left: torch.Tensor, gate_up: Matrix) -> torch.Tensor:
         """silu(left @ gate.T) * (left @ up.T), [rows, outputs] in left's dtype."""
-        num_outputs = len(gate_up) // 2
-        rows, packed = units(left, left.dtype), _packed(interleave_halves(gate_up))
+        num_outputs, num_inputs = gate_up.shape[0] // 2, gate_up.shape[1]
+        rows, packed = units(left, left.dtype), _packed(interleave_halves(gate_up), left.dtype)
         output = torch.zeros(len(left), pad_columns(num_outputs), dtype=left.dtype)
-        self._call("swiglu", left.dtype, rows, len(left), packed, num_outputs, gate_up.shape[1], output)
+        self._call("swiglu", left.dtype, rows, len(left), *_stored(packed), num_outputs, num_inputs, output)
         return output[:, :num_outputs]
+
+    def read_outputs(self, matrix: Matrix, dtype: torch.dtype) -> torch.Tensor:
+        """The matrix, [outputs, inputs], as it is read back from its packed form."""
+        packed, output = _packed(matrix, dtype), torch.empty(matrix.shape, dtype=dtype)
+        self._call("read_outputs", dtype, *_stored(packed), *matrix.shape, output)
+        return output
 
     def soften(
         self, scores: torch.Tensor, num_visible: int, scale: float, dtype: torch.dtype
@@ -116,8 +125,11 @@ def _argument(argument: object) -> object:
     return int(argument) if isinstance(argument, bool) else argument
 
 
-def _packed(matrix: torch.Tensor) -> torch.Tensor:
+def _packed(matrix: Matrix, dtype: torch.dtype) -> PackedMatrix:
     """In memory of its own, which ends where the matrix ends."""
-    return pack_matrix(
-        matrix, matrix.dtype, HugeMemory(pad_columns(len(matrix)) * (matrix.shape[1] + 1) * 4)
-    ).contiguous()
+    num_outputs, num_inputs = matrix.shape
+    return pack_matrix(matrix, dtype, HugeMemory(pad_columns(num_outputs) * (num_inputs + 1) * 4))
+
+
+def _stored(packed: PackedMatrix) -> tuple[torch.Tensor, int]:
+    return packed.data, STORAGES[packed.kind]

@@ -11,9 +11,20 @@ namespace {
 
 template <class Unit>
 struct Kernels {
-    static void multiply_matrix(const void* left, int num_rows, const void* packed, int num_outputs, int num_inputs,
+    static long scratch_units(int num_inputs) { return static_cast<long>(tile_columns) * num_inputs; }
+
+    // The weights of each output in turn, filled up to whole units.
+    static void read_outputs(TandemMatrix packed, int num_outputs, int num_inputs, void* output) {
+        std::vector<Unit> scratch(scratch_units(num_inputs));
+        const PackedMatrix<Unit> matrix(packed, num_outputs, num_inputs, scratch.data());
+        for (int index = 0; index < num_outputs; ++index)
+            matrix.read_output(index, static_cast<Unit*>(output) + static_cast<long>(index) * matrix.num_steps);
+    }
+
+    static void multiply_matrix(const void* left, int num_rows, TandemMatrix packed, int num_outputs, int num_inputs,
                                 float* output, int adds) {
-        const PackedMatrix<Unit> matrix(packed, num_outputs, num_inputs);
+        std::vector<Unit> scratch(scratch_units(num_inputs));
+        const PackedMatrix<Unit> matrix(packed, num_outputs, num_inputs, scratch.data());
         const auto* rows = static_cast<const Unit*>(left);
         const long stride = pad_columns(num_outputs);
         if (adds)
@@ -22,9 +33,10 @@ struct Kernels {
             multiply(rows, matrix.num_steps, num_rows, matrix, StoreSums{output, stride});
     }
 
-    static void multiply_swiglu(const void* left, int num_rows, const void* packed, int num_outputs, int num_inputs,
+    static void multiply_swiglu(const void* left, int num_rows, TandemMatrix packed, int num_outputs, int num_inputs,
                                 void* output) {
-        const PackedMatrix<Unit> matrix(packed, 2 * num_outputs, num_inputs);
+        std::vector<Unit> scratch(scratch_units(num_inputs));
+        const PackedMatrix<Unit> matrix(packed, 2 * num_outputs, num_inputs, scratch.data());
         const long stride = pad_columns(num_outputs) / values_per_unit<Unit>;
         multiply(static_cast<const Unit*>(left), matrix.num_steps, num_rows, matrix,
                  StoreSwiglu<Unit>{static_cast<Unit*>(output), stride});
@@ -67,16 +79,22 @@ struct Kernels {
 
 extern "C" {
 
-void under_test_multiply(int is_bfloat16, const void* left, int num_rows, const void* packed, int num_outputs,
-                         int num_inputs, float* output, int adds) {
+void under_test_multiply(int is_bfloat16, const void* left, int num_rows, const void* packed, int storage,
+                         int num_outputs, int num_inputs, float* output, int adds) {
     (is_bfloat16 ? Kernels<Pair>::multiply_matrix : Kernels<float>::multiply_matrix)(
-        left, num_rows, packed, num_outputs, num_inputs, output, adds);
+        left, num_rows, {packed, static_cast<TandemStorage>(storage)}, num_outputs, num_inputs, output, adds);
 }
 
-void under_test_swiglu(int is_bfloat16, const void* left, int num_rows, const void* packed, int num_outputs,
-                       int num_inputs, void* output) {
-    (is_bfloat16 ? Kernels<Pair>::multiply_swiglu : Kernels<float>::multiply_swiglu)(left, num_rows, packed,
-                                                                                     num_outputs, num_inputs, output);
+void under_test_swiglu(int is_bfloat16, const void* left, int num_rows, const void* packed, int storage,
+                       int num_outputs, int num_inputs, void* output) {
+    (is_bfloat16 ? Kernels<Pair>::multiply_swiglu : Kernels<float>::multiply_swiglu)(
+        left, num_rows, {packed, static_cast<TandemStorage>(storage)}, num_outputs, num_inputs, output);
+}
+
+void under_test_read_outputs(int is_bfloat16, const void* packed, int storage, int num_outputs, int num_inputs,
+                             void* output) {
+    (is_bfloat16 ? Kernels<Pair>::read_outputs : Kernels<float>::read_outputs)(
+        {packed, static_cast<TandemStorage>(storage)}, num_outputs, num_inputs, output);
 }
 
 float under_test_soften(int is_bfloat16, const float* scores, int num_visible, int num_pages, float scale,

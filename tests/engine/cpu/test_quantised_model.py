@@ -1,0 +1,85 @@
+"""Blocks are a choice of memory and speed: whole models give the logits of their dequantised weights, to the bit."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.cpu.build import FOR_THIS_MACHINE, PORTABLE, build_library
+from engine.cpu.library import KernelLibrary
+from engine.cpu.runner import CpuModelRunner
+from engine.gguf_import import import_gguf
+from engine.model_config import ModelConfig
+from engine.quantisation import QuantisedMatrix
+from engine.weights import load_stored_weights, load_weights
+from tests.engine.blocks import KINDS, gguf_type
+from tests.engine.gguf_files import TOKENS, model_fields, tokenizer_fields, write_gguf
+from tests.engine.invariance import assert_batches_agree, assert_chunks_agree, forced_prompts
+from tests.engine.tiny_model import tiny_tensors
+from tests.engine.token_stream import pooled_sequences, prefill
+
+DTYPES = ("float32", "bfloat16")
+CONFIG = {
+    "vocab_size": len(TOKENS),
+    "hidden_size": 96,
+    "intermediate_size": 224,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+}
+
+
+@pytest.fixture(scope="module", params=[(kind, tied) for kind in KINDS for tied in (True, False)], ids=str)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small model that came from a GGUF of blocks; its head is tied or its own."""
+    kind, tied = request.param
+    path = tmp_path_factory.mktemp("quantised")
+    tensors = tiny_tensors(CONFIG, seed=3)
+    if not tied:
+        tensors["lm_head.weight"] = tiny_tensors(CONFIG, seed=4)["model.embed_tokens.weight"]
+    fields = model_fields("llama", CONFIG) | tokenizer_fields()
+    source = write_gguf(path / "model.gguf", "llama", fields, tensors, gguf_type(kind))
+    return import_gguf(source, path / "model", lambda _line: None)
+
+
+def _logits(runner: CpuModelRunner) -> list[torch.Tensor]:
+    prompts = forced_prompts(runner.vocab_size, (1, 5, 40, 130))
+    sequences = pooled_sequences(runner, prompts, 0, random.Random(0))
+    return [prefill(runner, sequence, 128).clone() for sequence in sequences]
+
+
+def _assert_same(folder: Path, dtype: str, library: KernelLibrary) -> None:
+    config, num_blocks = ModelConfig.load(folder), 64
+    stored = load_stored_weights(folder, config, getattr(torch, dtype))
+    assert isinstance(stored.embedding, QuantisedMatrix)
+    assert all(isinstance(layer.qkv, QuantisedMatrix) for layer in stored.layers)
+    floats = load_weights(folder, config, getattr(torch, dtype))
+    runners = [CpuModelRunner(config, weights, dtype, num_blocks, 16, library) for weights in (stored, floats)]
+    assert runners[0].numeric_class == runners[1].numeric_class
+    for found, expected in zip(*map(_logits, runners), strict=True):
+        assert torch.equal(found, expected)
+        assert found.std() > 0.1
+    assert torch.equal(runners[0].kv_pool, runners[1].kv_pool)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("target", [FOR_THIS_MACHINE, PORTABLE], ids=["native", "portable"])
+def test_logits_and_kv_are_those_of_floats(folder: Path, dtype: str, target: tuple[str, ...]) -> None:
+    _assert_same(folder, dtype, KernelLibrary(build_library(target_flags=target)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_chunks_and_batches_do_not_change_a_bit(folder: Path, dtype: str) -> None:
+    runner = CpuModelRunner.load(folder, dtype, num_blocks=256)
+    assert_chunks_agree(runner, (3, 120), (1, 37))
+    assert_batches_agree(runner, (1, 2, 3, 15, 16, 31, 64, 97))
+
+
+def test_default_model_in_bfloat16(model_folder: Path) -> None:
+    """In float32 its golden tokens say it."""
+    _assert_same(model_folder, "bfloat16", KernelLibrary(build_library()))
