@@ -112,8 +112,7 @@ def amounts_parse(objects: Objects) -> Iterator[str]:
             amounts = [*value.values()] if key in ("requests", "limits") else [value] if key == "sizeLimit" else []
             yield from (f"{pod.name}: {key} {amount}" for amount in amounts if not QUANTITY.fullmatch(str(amount)))
         for container in pod.containers:
-            limits = container.get("resources", {}).get("limits", {})
-            if container in pod.spec["containers"] and "memory" not in limits:
+            if "memory" not in container["resources"]["limits"]:
                 yield f"{pod.name}/{container['name']}: no memory limit"
 
 

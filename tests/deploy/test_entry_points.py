@@ -44,6 +44,33 @@ def test_ray_takes_the_flags() -> None:
         assert parsed["node_manager_port"] == 6380, name
         assert parsed["head"] == (name.endswith("ray-head")), name
         assert bool(parsed["address"]) != parsed["head"], name
+        assert parsed["object_store_memory"] >= 75 << 20, name  # Ray's minimum
+
+
+def test_kuberay_is_given_the_same_flags() -> None:
+    """It makes the command of rayStartParams; what differs is what it knows better: address, resources, labels."""
+    (cluster,) = [item for item in render(CASES["values-nvlink-node"]) if item["kind"] == "RayCluster"]
+    others = pods(render(CASES["values-nvlink-node-other-mode"]))
+    plain = {pod.component: pod.spec["containers"][0].get("args") for pod in others}
+    groups = [("head", cluster["spec"]["headGroupSpec"])]
+    groups += [(group["groupName"], group) for group in cluster["spec"]["workerGroupSpecs"]]
+    for component, group in groups:
+        given = {f"--{name}={value}" for name, value in group["rayStartParams"].items()}
+        own = ("--address", "--port", "--resources", "--labels")
+        assert given == {flag for flag in plain[component] if not flag.startswith(own)}
+    assert cluster["spec"]["workerGroupSpecs"][0]["labels"] == {"ray.io/gpu-domain": "nvlink-0"}
+    assert "--labels=ray.io/gpu-domain=nvlink-0" in plain["prefill"]
+
+
+def test_tandem_takes_the_commands() -> None:
+    from cluster.main import _parser
+
+    seen = set()
+    for name, container in containers("tandem"):
+        parsed = _parser().parse_args(container["command"][1:])  # ends the test's process when it does not
+        assert callable(parsed.run), name
+        seen.add(container["name"])
+    assert seen == {"model", "router", "controller"}
 
 
 @pytest.mark.parametrize("component", ["redis", "gcs"])

@@ -135,6 +135,8 @@ capabilities:
     {{- with $init.env }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
+  resources:
+    {{- toYaml .Values.model.resources | nindent 4 }}
   volumeMounts:
     - {name: model, mountPath: /models}
     - {name: tmp, mountPath: /tmp}

@@ -1,4 +1,5 @@
-{{/* Pods of Ray. Each takes a dict: root, component, values. The first container is Ray's: KubeRay counts on it. */}}
+{{/* Pods of Ray. Each takes a dict: root, component, values. The first container is Ray's: KubeRay counts on it.
+     Nothing of ours lies in Ray's object store: 80 MiB, a little above its minimum, fit into any /dev/shm. */}}
 
 {{- define "tandem.headPod" -}}
 metadata:
@@ -59,6 +60,7 @@ spec:
       args:
         - --address={{ include "tandem.fullname" .root }}-head.{{ .root.Release.Namespace }}.svc:6379
         - --node-manager-port=6380
+        - --object-store-memory=83886080
         - --resources={"tandem_{{ .component }}":1}
         {{- with .values.rayLabels }}
         - --labels={{ range $i, $key := keys . | sortAlpha }}{{ if $i }},{{ end }}{{ $key }}={{ get $.values.rayLabels $key }}{{ end }}
@@ -78,6 +80,7 @@ spec:
 - --port=6379
 - --node-manager-port=6380
 - --num-cpus=0
+- --object-store-memory=83886080
 - --include-dashboard=false
 {{- with .Values.ray.gcsFaultTolerance }}
 {{- if and .enabled .auth.secretName }}

@@ -1,0 +1,58 @@
+"""What the chart tells router and controller is a ClusterConfig: a field that is renamed there is found here."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import yaml
+
+from cluster.config import ClusterConfig
+from cluster.settings import load_cluster_config
+from tests.deploy.chart import cases, of_kind, render
+
+CASES: Final = cases()
+# The URL comes by TANDEM_REDIS_URL and the Ray by a flag; a pod has its cores; faults are for tests.
+LEFT_OUT: Final = {"redis_url", "ray_address", "pin_workers", "kv_faults"}
+
+
+def config_of(objects: list[dict[str, Any]], folder: Path) -> ClusterConfig:
+    (text,) = [item["data"]["config.yaml"] for item in of_kind(objects, "ConfigMap") if "config.yaml" in item["data"]]
+    file = folder / "config.yaml"
+    file.write_text(text)
+    return load_cluster_config(file, {}, folder)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_rendered_config_is_a_cluster_config(case: str, tmp_path: Path) -> None:
+    values = CASES[case]
+    config = config_of(render(values), tmp_path)
+    assert config.aggregated == (case.startswith("aggregated"))
+    assert config.drain_timeout_s == values.get("config", {}).get("drain_timeout_s", 60)
+
+
+def test_every_field_is_a_value_or_worked_out_by_the_chart() -> None:
+    keys: set[str] = set()
+    for values in CASES.values():
+        (text,) = [
+            item["data"]["config.yaml"]
+            for item in of_kind(render(values), "ConfigMap")
+            if "config.yaml" in item["data"]
+        ]
+        keys |= set(yaml.safe_load(text))
+    assert {item.name for item in fields(ClusterConfig)} - keys == LEFT_OUT
+
+
+def test_large_numbers_stay_whole_numbers(tmp_path: Path) -> None:
+    """Helm reads numbers as floats: 2097152 must not become 2.097152e+06."""
+    assert config_of(render({"config": {"num_blocks": 2097152}}), tmp_path).num_blocks == 2097152
+
+
+def test_a_wanted_worker_has_a_pod(tmp_path: Path) -> None:
+    values = {"prefill": {"replicas": 3}, "decode": {"replicas": 2}}
+    config = config_of(render(values), tmp_path)
+    assert (config.num_prefill, config.num_decode) == (3, 2)
+    scaled = config_of(render(CASES["scaled"]), tmp_path)
+    assert (scaled.num_prefill, scaled.num_decode) == (4, 4)  # as many as there may be pods
