@@ -26,7 +26,7 @@ from cluster.launcher import RAY_STOP_TIMEOUT_S, Hosts
 from cluster.progress import Progress
 from cluster.ray_runtime import Actor, RayRuntime
 from cluster.status_client import RouterUnreachable, fetch_status, report_death
-from core.membership import Role, WorkerRef
+from core.membership import Role, WorkerInfo, WorkerRef
 
 RESOURCES: Final = {Role.PREFILL: "tandem_prefill", Role.DECODE: "tandem_decode"}
 ROUTER_POLL_S: Final = 1.0
@@ -47,6 +47,11 @@ class HostController:
         self._controller = Controller(fleet, self._spawn, config, self._heard, self._burial.bury, self._deaths.died)
         self._keeping = False
         self._stopping = False
+
+    @property
+    def workers(self) -> dict[str, WorkerInfo]:
+        """READY ones, by worker id."""
+        return self._controller.workers
 
     async def run(self, stop: asyncio.Event) -> None:
         """Everything, until `stop` is set. Raises: RayFailed, or the error that ended the controller."""

@@ -1,0 +1,136 @@
+"""The controller of several hosts, on one: probes, what an earlier controller left, deaths for a router that is new."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import grpc
+import pytest
+from stub_hosts import StubRouterService
+from tandem.v1 import worker_pb2, worker_pb2_grpc
+
+from cluster import host_controller
+from cluster.config import ClusterConfig
+from cluster.host_controller import HostController
+from cluster.launcher import Hosts
+from cluster.progress import Progress
+from cluster.ray_runtime import RayRuntime
+from core.membership import Role, WorkerRef
+
+STUBS = Hosts(worker="stub_hosts:StubWorkerHost")
+TIMEOUT_S = 60.0
+
+
+class Registry(StubRouterService):
+    """A router that remembers who it was told is dead."""
+
+    def __init__(self, router_id: str) -> None:
+        super().__init__()
+        self._router_id = router_id
+        self.dead: set[WorkerRef] = set()
+
+    async def GetStatus(self, request: Any, context: Any) -> Any:
+        status = await super().GetStatus(request, context)
+        return worker_pb2.GetStatusResponse(workers=status.workers, router_id=self._router_id)
+
+    async def ReportDeath(self, request: Any, _context: Any) -> Any:
+        self.dead.add(WorkerRef(request.worker.worker_id, request.worker.incarnation))
+        return worker_pb2.ReportDeathResponse()
+
+
+@asynccontextmanager
+async def router(port: int, router_id: str) -> AsyncIterator[Registry]:
+    registry = Registry(router_id)
+    server = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
+    worker_pb2_grpc.add_RouterServiceServicer_to_server(registry, server)
+    assert server.add_insecure_port(f"127.0.0.1:{port}") == port
+    await server.start()
+    try:
+        yield registry
+    finally:
+        await server.stop(0.0)
+
+
+class Borrowed:
+    """The tests' own Ray, which neither starts nor ends with a controller."""
+
+    def __init__(self, runtime: RayRuntime) -> None:
+        self._runtime = runtime
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runtime, name)
+
+    async def start(self, _timeout_s: float) -> None: ...
+
+    async def stop(self, _timeout_s: float) -> None: ...
+
+
+@pytest.fixture
+def config(ray_runtime: RayRuntime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ClusterConfig:
+    monkeypatch.setattr(RayRuntime, "joined", lambda _address: Borrowed(ray_runtime))
+    # The tests' Ray has no custom resources; their placement: tests/acceptance/test_hosts.py.
+    monkeypatch.setattr(host_controller, "RESOURCES", {Role.PREFILL: None, Role.DECODE: None})
+    with socket.create_server(("127.0.0.1", 0)) as first, socket.create_server(("127.0.0.1", 0)) as second:
+        ports = [probe.getsockname()[1] for probe in (first, second)]
+    return ClusterConfig(
+        tmp_path,
+        registry_port=ports[0],
+        controller_health_port=ports[1],
+        ray_address="borrowed:1",
+        drain_timeout_s=1.0,
+    )
+
+
+async def probe(config: ClusterConfig, path: str) -> int:
+    """HTTP status; 0 when nobody answers."""
+    try:
+        async with aiohttp.request("GET", f"http://127.0.0.1:{config.controller_health_port}/{path}") as response:
+            return response.status
+    except aiohttp.ClientError:
+        return 0
+
+
+async def until(done: Any) -> None:
+    async with asyncio.timeout(TIMEOUT_S):
+        while not await done():  # noqa: ASYNC110 - a probe over HTTP has no event
+            await asyncio.sleep(0.05)
+
+
+async def test_a_new_controller_ends_what_the_last_one_left_and_tells_every_router(config: ClusterConfig) -> None:
+    async def ready() -> bool:
+        return await probe(config, "readyz") == 200
+
+    stop = asyncio.Event()
+    async with router(config.registry_port, "first") as registry:
+        first = HostController(config, Progress(), STUBS)
+        running = asyncio.create_task(first.run(stop))
+        await until(ready)
+        assert await probe(config, "livez") == 200
+        left = {info.ref for info in first.workers.values()}
+        assert {ref.worker_id for ref in left} == {"prefill-0", "decode-0"}
+        running.cancel()  # it dies: nobody drains, nobody ends the workers
+        await asyncio.gather(running, return_exceptions=True)
+        assert await probe(config, "livez") == 0 and not registry.dead
+
+        second = HostController(config, Progress(), STUBS)
+        running = asyncio.create_task(second.run(stop))
+        await until(ready)
+        living = {info.ref for info in second.workers.values()}
+        assert len(living) == 2 and not living & left
+
+        async def told() -> bool:
+            return registry.dead == left
+
+        await until(told)
+    async with router(config.registry_port, "second") as registry:
+        await until(told)
+        stop.set()
+        async with asyncio.timeout(TIMEOUT_S):
+            await running
+    assert await probe(config, "livez") == 0
