@@ -152,6 +152,22 @@ def test_a_first_token_that_ends_the_request_recalls_decode() -> None:
     cluster.assert_idle()
 
 
+@pytest.mark.parametrize("who", ["p1", "d1"])
+def test_a_dead_end_ends_the_request_on_every_worker(who: str) -> None:
+    """It has no token: the prefill worker pushes nothing then, and decode waits for no more."""
+    cluster = Cluster("p1", "d1")
+    cluster.submit()
+    cluster.reserved()
+    effects = [] if who == "p1" else cluster.say("p1", delta(0, 5))
+    assert commands(effects) == []
+    effects = cluster.say(who, delta(0 if who == "p1" else 1, finish=FinishReason.DEAD_END))
+    assert CancelRequest("r#x.1") in commands(effects)
+    assert [(effect.delta.finish_reason, effect.last) for effect in effects if isinstance(effect, Deliver)] == [
+        (FinishReason.DEAD_END, True)
+    ]
+    cluster.assert_idle()
+
+
 def test_a_request_ends_with_the_last_of_its_choices() -> None:
     """Choice 1 ends with its first token, which decode sees itself when the KV lands; nothing is recalled."""
     cluster = Cluster("p1", "d1")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import aiohttp
@@ -21,7 +22,7 @@ from core.errors import (
     TransferFailed,
     WorkerLost,
 )
-from core.request import FinishReason
+from core.request import FinishReason, GenerateRequest, TokenDelta
 from telemetry.metrics import RouterMetrics
 
 BODY: dict[str, Any] = {"model": "tiny", "prompt": "hi"}
@@ -118,6 +119,27 @@ async def test_a_worker_that_gives_up_is_an_error(
     with pytest.raises(openai.InternalServerError) as caught:
         await client.completions.create(**BODY)
     assert (caught.value.status_code, caught.value.code) == (503, "generation_failed")
+
+
+async def test_a_grammar_at_a_dead_end_is_the_caller_s_fault(
+    client: openai.AsyncOpenAI, dispatcher: ScriptedDispatcher
+) -> None:
+    """Before any token and, in a stream, after some: under the caller's own field either way."""
+    grammar = {"structured_outputs": {"regex": "a+"}}
+
+    async def ends_at_once(request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
+        yield TokenDelta(request.request_id, 0, (), FinishReason.DEAD_END, message="over")
+
+    dispatcher.script = ends_at_once
+    with pytest.raises(openai.BadRequestError) as caught:
+        await client.completions.create(**BODY, extra_body=grammar)
+    assert caught.value.param == "structured_outputs.regex"
+    dispatcher.script = says("ab", FinishReason.DEAD_END)
+    stream = await client.completions.create(**BODY, stream=True, extra_body=grammar)
+    with pytest.raises(openai.APIError) as broken:
+        async for _chunk in stream:
+            pass
+    assert broken.value.param == "structured_outputs.regex"
 
 
 async def test_a_stream_without_an_end_is_our_fault(client: openai.AsyncOpenAI, dispatcher: ScriptedDispatcher) -> None:
