@@ -22,7 +22,8 @@ from engine.step import DeadEnd
 from engine.tokenizer import Tokenizer
 
 STACK_BYTES: Final = 4 << 20
-MEMORY_BYTES: Final = 2 << 30
+GROWTH_BYTES: Final = 512 << 20  # of address space, beyond what is there once the vocabulary is loaded
+CHECK_CPU_S: Final = 5  # the kernel ends the process then, also when nobody waits for the answer any more
 COMPILE_CPU_S: Final = 0.5
 FIRST_MASK_CPU_S: Final = 0.1
 
@@ -46,7 +47,9 @@ def check(compiler: GrammarCompiler, grammar: Grammar) -> str | None:
 
 
 def _serve(compiler: GrammarCompiler) -> None:
+    _soft, hard = resource.getrlimit(resource.RLIMIT_CPU)
     for line in sys.stdin:
+        resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time()) + CHECK_CPU_S, hard))
         kind, source = json.loads(line)
         print(json.dumps(check(compiler, Grammar(GrammarKind(kind), source))), flush=True)
 
@@ -54,7 +57,8 @@ def _serve(compiler: GrammarCompiler) -> None:
 def main(folder: Path, vocab_size: int) -> None:
     """Load the tokenizer of a model folder, then answer until the input ends."""
     compiler = GrammarCompiler(Tokenizer.load(folder), vocab_size)
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    mapped_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (mapped_bytes + GROWTH_BYTES,) * 2)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     threading.stack_size(STACK_BYTES)
     server = threading.Thread(target=_serve, args=(compiler,))
