@@ -322,7 +322,7 @@ def make_faults(rng: random.Random) -> TransportFaults:
         late_push=rng.choice([0.0, 0.4]),
         corrupt_block=rng.choice([0.0, 0.2]),
         break_path=rng.choice([0.0, 0.0, 0.02]),
-        late_s=rng.choice([0.02, 0.1, 0.4]),
+        late_s=rng.choice([0.02, 0.1, 0.4, 1.2]),  # the last one outlives a death's settling time
         seed=rng.randrange(1 << 30),
     )
 
@@ -360,6 +360,7 @@ async def soak(first_seed: int, num_schedules: int, lane: str, plant: str, say: 
                 await conductor.run(seed)
             except BaseException as error:
                 again = f"python -m tests.simulation.soak --real 1 --first-seed {seed} --lane {lane}"
+                again += f" --plant {plant}" if plant else ""
                 error.add_note(f"after {seed - first_seed} schedules; reproduce: {again}")
                 raise
             if time.monotonic() > say_at_s:
