@@ -6,6 +6,7 @@ import json
 import random
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,10 @@ def test_outputs_fit_and_are_equal_in_all_modes(default_cpu_runner: CpuModelRunn
         assert request.grammar is not None
         assert is_of(request.grammar, tokenizer.decode(alone[request.request_id])), request.request_id
     assert outputs(3, 8) == alone
+    half = {name: output[: len(output) // 2] for name, output in alone.items()}
+    cut = [replace(item, output_token_ids=tuple(half[item.request_id])) for item in requests(tokenizer, JSON, DATE)]
+    continued = EngineRun(default_cpu_runner, compiler.matcher).generate(cut, SchedulerConfig())  # on another worker
+    assert {name: half[name] + output for name, output in continued.items()} == alone
     assert outputs(64, 4, random.Random(7)) == alone
 
 
