@@ -25,13 +25,12 @@ from typing import Any, Final
 from bench.gpu import checks, timing
 from bench.gpu.machine import Machine, describe, open_device
 
-DTYPES: Final = ("float32", "bfloat16")
-
 
 @dataclass(frozen=True)
 class Sizes:
     """How much is computed."""
 
+    dtypes: tuple[str, ...]
     num_blocks: int
     max_graph_sequences: int
     prompts: tuple[int, ...]
@@ -47,6 +46,7 @@ class Sizes:
 
 
 FULL: Final = Sizes(
+    dtypes=("float32", "bfloat16"),
     num_blocks=4608,
     max_graph_sequences=128,
     prompts=(1, 17, 130, 700),
@@ -61,6 +61,7 @@ FULL: Final = Sizes(
     matrix_size=8192,
 )
 QUICK: Final = Sizes(
+    dtypes=("bfloat16",),
     num_blocks=48,
     max_graph_sequences=4,
     prompts=(1, 18),
@@ -105,9 +106,9 @@ class Report:
 
 def check_sections(report: Report, machine: Machine, sizes: Sizes, golden: bool) -> None:
     """Is it right?"""
-    for dtype in DTYPES:
+    for dtype in sizes.dtypes:
         report.section(f"kernel {dtype}", checks.check_kernel, machine, dtype)
-    for dtype in DTYPES:
+    for dtype in sizes.dtypes:
         report.section(f"logits {dtype}", checks.check_logits, machine, dtype, sizes.prompts)
         report.section(f"graphs {dtype}", checks.check_graphs, machine, dtype)
         if golden:
@@ -116,7 +117,7 @@ def check_sections(report: Report, machine: Machine, sizes: Sizes, golden: bool)
 
 def timing_sections(report: Report, machine: Machine, sizes: Sizes) -> None:
     """How fast is it, and how much slower where it is exact?"""
-    for dtype in reversed(DTYPES):
+    for dtype in reversed(sizes.dtypes):
         floors = cache(partial(timing.Floors, machine, dtype, sizes.copy_mib, sizes.matrix_size))
         report.section(f"floors {dtype}", timing.floor_figures, floors)
         for exact in (False, True):
@@ -134,7 +135,7 @@ def timing_sections(report: Report, machine: Machine, sizes: Sizes) -> None:
 
 def exact_sections(report: Report, machine: Machine, sizes: Sizes) -> None:
     """Is the exact mode exact?"""
-    for dtype in DTYPES:
+    for dtype in sizes.dtypes:
         report.section(
             f"exact {dtype}",
             checks.check_invariance,

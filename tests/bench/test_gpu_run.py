@@ -31,29 +31,28 @@ def test_every_section_passes_and_is_in_the_report(arguments: list[str], tmp_pat
     assert report["failed"] == []
     assert status == 0
     sections = report["sections"]
-    for dtype in ("float32", "bfloat16"):
-        assert sections[f"graphs {dtype}"]["equal_to_the_bit"] == {"1": True, "2": True, "4": True}
-        assert sections[f"exact {dtype}"]["exact_batches"]
-        assert set(sections[f"decode {dtype} exact"]) == {"1", "2", "seconds"}
-        assert sections[f"prefill {dtype}"]["24"]["ms"] > 0
+    assert sections["graphs bfloat16"]["equal_to_the_bit"] == {"1": True, "2": True, "4": True}
+    assert sections["exact bfloat16"]["exact_batches"]
+    assert set(sections["decode bfloat16 exact"]) == {"1", "2", "seconds"}
+    assert sections["prefill bfloat16"]["24"]["ms"] > 0
 
 
 def test_a_section_that_fails_fails_the_run_and_the_rest_go_on(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "report.json"
-    monkeypatch.setitem(checks.KERNEL_TOLERANCE, "float32", 0.0)
+    monkeypatch.setitem(checks.KERNEL_TOLERANCE, "bfloat16", 0.0)
     for name in ("timing_sections", "exact_sections"):
         monkeypatch.setattr(run, name, lambda *_given: None)
     assert run.main([*arguments, "--out", str(out)]) == 1
     report = json.loads(out.read_text())
-    assert report["failed"] == ["kernel float32"]
-    assert "AssertionError" in report["sections"]["kernel float32"]["error"]
-    assert "largest_difference" in report["sections"]["kernel bfloat16"]
+    assert report["failed"] == ["kernel bfloat16"]
+    assert "AssertionError" in report["sections"]["kernel bfloat16"]["error"]
+    assert "largest_difference" in report["sections"]["logits bfloat16"]
 
 
 def test_what_there_is_no_time_for_is_named(arguments: list[str], tmp_path: Path) -> None:
     out = tmp_path / "report.json"
     assert run.main([*arguments, "--minutes", "0", "--out", str(out)]) == 0
     sections = json.loads(out.read_text())["sections"]
-    assert sections["exact float32"] == {"left_out": "no time"}
+    assert sections["exact bfloat16"] == {"left_out": "no time"}

@@ -9,7 +9,7 @@ import pytest
 
 from bench.gpu import checks
 from bench.gpu.machine import Machine, open_device
-from bench.gpu.run import DTYPES, FULL
+from bench.gpu.run import FULL
 
 pytestmark = pytest.mark.gpu
 
@@ -21,26 +21,26 @@ def machine(model_folder: Path) -> Machine:
     return Machine(open_device("cuda"), model_folder, FULL.num_blocks, FULL.max_graph_sequences)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", FULL.dtypes)
 def test_the_kernel_equals_the_reference(machine: Machine, dtype: str) -> None:
     assert checks.check_kernel(machine, dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", FULL.dtypes)
 def test_logits_are_near_those_of_the_cpu(machine: Machine, dtype: str) -> None:
     assert checks.check_logits(machine, dtype, FULL.prompts)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", FULL.dtypes)
 def test_the_golden_tokens_hold_up_to_the_first_narrow_gap(machine: Machine, dtype: str) -> None:
     assert checks.check_golden(machine, dtype, FULL.golden_tokens)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", FULL.dtypes)
 def test_graphs_equal_eager_steps(machine: Machine, dtype: str) -> None:
     assert checks.check_graphs(machine, dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", FULL.dtypes)
 def test_the_exact_mode_is_exact(machine: Machine, dtype: str) -> None:
     assert checks.check_invariance(machine, dtype, FULL.invariance_prompts, FULL.invariance_chunks)
