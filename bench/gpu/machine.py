@@ -21,7 +21,7 @@ from engine.model_config import ModelConfig
 from engine.models.arithmetic import CpuArithmetic
 from engine.models.decoder import DecoderModel
 from engine.torch_runner import TorchModelRunner
-from engine.weights import LayerWeights, ModelWeights, load_weights
+from engine.weights import Layer, ModelWeights, Weights, load_weights
 
 BLOCK_SIZE: Final = 16
 DEFAULT_SIZES: Final = {  # of the default model, for runs without its file
@@ -131,7 +131,7 @@ def random_weights(config: ModelConfig, dtype: torch.dtype) -> ModelWeights:
     query_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     head = matrix(config.vocab_size, hidden)
     layers = [
-        LayerWeights(
+        Layer(
             attention_norm=torch.ones(hidden),
             qkv=matrix(query_rows + 2 * kv_rows, hidden).to(dtype),
             output=matrix(hidden, query_rows).to(dtype),
@@ -141,4 +141,4 @@ def random_weights(config: ModelConfig, dtype: torch.dtype) -> ModelWeights:
         )
         for _ in range(config.num_layers)
     ]
-    return ModelWeights(head.to(dtype), tuple(layers), torch.ones(hidden), head)
+    return Weights(head.to(dtype), tuple(layers), torch.ones(hidden), head)

@@ -6,8 +6,17 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from bench.gpu import checks, run
+from bench.gpu.machine import DEFAULT_SIZES, random_weights
+from bench.gpu.timing import GREEDY
+from engine.gpu.weights import to_device
+from engine.model_config import ModelConfig
+from engine.models.arithmetic import CpuArithmetic
+from engine.models.decoder import DecoderModel
+from engine.step import SequenceSlice, StepPlan
+from engine.torch_runner import TorchModelRunner
 from tests.engine.tiny_model import write_tiny_model
 
 
@@ -22,6 +31,18 @@ def arguments(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Interpreted programs are slow: one takes all rows of a tile."""
     monkeypatch.setattr("engine.gpu.arithmetic.ROWS", 128)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_random_weights_move_to_a_device_and_compute(dtype: torch.dtype) -> None:
+    """What --random computes with, in smaller sizes."""
+    sizes = {"vocab_size": 300, "hidden_size": 96, "intermediate_size": 128, "num_hidden_layers": 2}
+    config = ModelConfig.parse(DEFAULT_SIZES | sizes | {"num_attention_heads": 6, "num_key_value_heads": 2})
+    weights = to_device(random_weights(config, dtype), torch.device("cpu"))
+    runner = TorchModelRunner(DecoderModel(config, weights, CpuArithmetic()), str(dtype)[len("torch.") :], 4, 16)
+    logits = runner.logits(StepPlan((SequenceSlice("r", (5, 6), 0, (1,), (GREEDY,)),)))
+    assert logits.shape == (1, 300)
+    assert logits.isfinite().all()
 
 
 def test_every_section_passes_and_is_in_the_report(arguments: list[str], tmp_path: Path) -> None:
