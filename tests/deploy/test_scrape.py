@@ -35,7 +35,7 @@ from tests.deploy.chart import CHART
 from tests.deploy.serving import serving
 from tests.deploy.tools import prometheus_tool
 
-TIMEOUT_S: Final = 30.0
+TIMEOUT_S: Final = 60.0
 
 
 def free_port() -> int:
