@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -58,10 +59,15 @@ def _with_operator(values: Mapping[str, Any]) -> bool:
     return bool(values.get("ray", {}).get("operator", {}).get("enabled", True))
 
 
+@cache
+def _chart() -> helm.Chart:
+    """Loaded once: reading it costs more than rendering it."""
+    return helm.Chart.load(str(CHART))
+
+
 def render(values: Mapping[str, Any], name: str = "demo") -> list[dict[str, Any]]:
     """The objects of a release. Raises: helm.HelmError."""
-    with helm.Chart.load(str(CHART)) as chart:
-        files = chart.render(dict(values), name=name, namespace=NAMESPACE)
+    files = _chart().render(dict(values), name=name, namespace=NAMESPACE)
     texts = [text for path, text in files.items() if not path.endswith("NOTES.txt")]
     return [item for text in texts for item in yaml.load_all(text, yaml.CSafeLoader) if item]
 
