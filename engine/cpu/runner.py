@@ -151,6 +151,8 @@ class CpuModelRunner:
                 )
             if item.end > self.max_context_tokens:
                 raise InvariantBroken(f"request {item.request_id}: {item.end} tokens exceed the model's context")
+            if item.logit_rows != sorted(item.logit_rows):
+                raise InvariantBroken(f"request {item.request_id}: samples are not in the order of their rows")
         num_blocks = len(self._kv_pool)
         if _outside(block_ids, num_blocks):
             guilty = next(item for item in slices if any(not 0 <= block < num_blocks for block in item.block_table))

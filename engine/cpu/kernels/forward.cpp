@@ -72,17 +72,14 @@ class UnitEngine final : public Engine {
     void run(const TandemStep& step) override {
         const int num_tokens = embed(step);
         cut_into_runs(step);
-        for (int layer = 0; layer < model_.num_layers; ++layer) {
-            std::size_t next_run = 0;
-            for (int first = 0; first < num_tokens; first += block_rows) {
-                const std::size_t first_run = next_run;
-                while (next_run < runs_.size() && run_blocks_[next_run] == first / block_rows) ++next_run;
-                const int num_rows = std::min(block_rows, num_tokens - first);
-                float* residual = residual_ + first * hidden_stride_;
-                attention_part(layer, residual, num_rows, runs_.data() + first_run, runs_.data() + next_run);
-                feed_forward_part(layer, residual, num_rows);
-            }
-        }
+        for (int layer = 0; layer + 1 < model_.num_layers; ++layer)
+            visit_blocks(num_tokens, [&](float* residual, int num_rows, const Run* first_run, const Run* last_run) {
+                project_and_place(layer, residual, num_rows, first_run, last_run);
+                attend_runs(layer, first_run, last_run);
+                add_attended(layer, residual, num_rows);
+                add_feed_forward(layer, residual, num_rows);
+            });
+        finish_last_layer(step, num_tokens);
         write_logits(step);
     }
 
@@ -135,7 +132,56 @@ class UnitEngine final : public Engine {
         scratch_.probabilities = probabilities_memory_.reserve(max_tile_rows * scratch_.stride);
     }
 
-    void attention_part(int layer, float* residual, int num_rows, const Run* first_run, const Run* last_run) {
+    // Call visit(residual, num_rows, first_run, last_run) for each block of rows.
+    template <class Visit>
+    void visit_blocks(int num_tokens, Visit&& visit) {
+        std::size_t next_run = 0;
+        for (int first = 0; first < num_tokens; first += block_rows) {
+            const std::size_t first_run = next_run;
+            while (next_run < runs_.size() && run_blocks_[next_run] == first / block_rows) ++next_run;
+            visit(residual_ + first * hidden_stride_, std::min(block_rows, num_tokens - first),
+                  runs_.data() + first_run, runs_.data() + next_run);
+        }
+    }
+
+    // The last layer: keys and values of all tokens, but the rest only of those whose logits are wanted. Their rows come to
+    // stand one after another at the head of the residual stream, each where it stood or further ahead.
+    void finish_last_layer(const TandemStep& step, int num_tokens) {
+        const int layer = model_.num_layers - 1;
+        int num_kept = 0;
+        kept_rows_.clear();
+        visit_blocks(num_tokens, [&](float* residual, int num_rows, const Run* first_run, const Run* last_run) {
+            project_and_place(layer, residual, num_rows, first_run, last_run);
+            const int first = static_cast<int>((residual - residual_) / hidden_stride_);
+            float* kept = residual_ + num_kept * hidden_stride_;
+            kept_runs_.clear();
+            for (int logit = static_cast<int>(kept_rows_.size()); logit < step.num_logit_rows; ++logit) {
+                const int row = step.logit_rows[logit] - first;
+                if (row >= num_rows) break;
+                if (kept_runs_.empty() || kept_runs_.back().first_row != row) {
+                    const Run& run = *std::find_if(first_run, last_run, [row](const Run& candidate) {
+                        return row < candidate.first_row + candidate.num_rows;
+                    });
+                    kept_runs_.push_back({row, 1, run.first_position + row - run.first_row, run.block_ids});
+                    std::memmove(residual_ + num_kept++ * hidden_stride_, residual + row * hidden_stride_,
+                                 hidden_stride_ * sizeof(float));
+                }
+                kept_rows_.push_back(num_kept - 1);
+            }
+            if (kept_runs_.empty()) return;
+            const int count = static_cast<int>(kept_runs_.size());
+            attend_runs(layer, kept_runs_.data(), kept_runs_.data() + count);
+            for (int index = 0; index < count; ++index)
+                std::memmove(attended_ + index * units(query_size_),
+                             attended_ + kept_runs_[index].first_row * units(query_size_),
+                             units(query_size_) * sizeof(Unit));
+            add_attended(layer, kept, count);
+            add_feed_forward(layer, kept, count);
+        });
+    }
+
+    // Project rows to heads, and put their keys and values into the pool.
+    void project_and_place(int layer, const float* residual, int num_rows, const Run* first_run, const Run* last_run) {
         const TandemLayer& weights = layers_[layer];
         normalise_rows(residual, weights.attention_norm, num_rows);
         multiply(operands_, units(hidden_stride_), num_rows,
@@ -143,13 +189,20 @@ class UnitEngine final : public Engine {
                  StoreSums{projected_, qkv_stride_});
         for (const Run* run = first_run; run != last_run; ++run)
             for (int row = 0; row < run->num_rows; ++row) place_token(layer, *run, row);
-        for (const Run* run = first_run; run != last_run; ++run)
-            attend(pool_, layer, *run, run + 1 == last_run ? nullptr : run + 1, group_, queries_, block_rows, scratch_, attended_, units(query_size_));
-        multiply(attended_, units(query_size_), num_rows,
-                 matrix(weights.output, model_.hidden_size, query_size_), AddSums{residual, hidden_stride_});
     }
 
-    void feed_forward_part(int layer, float* residual, int num_rows) {
+    void attend_runs(int layer, const Run* first_run, const Run* last_run) {
+        for (const Run* run = first_run; run != last_run; ++run)
+            attend(pool_, layer, *run, run + 1 == last_run ? nullptr : run + 1, group_, queries_, block_rows, scratch_,
+                   attended_, units(query_size_));
+    }
+
+    void add_attended(int layer, float* residual, int num_rows) {
+        multiply(attended_, units(query_size_), num_rows,
+                 matrix(layers_[layer].output, model_.hidden_size, query_size_), AddSums{residual, hidden_stride_});
+    }
+
+    void add_feed_forward(int layer, float* residual, int num_rows) {
         const TandemLayer& weights = layers_[layer];
         const long gated_stride = units(pad_columns(model_.intermediate_size));
         normalise_rows(residual, weights.feed_forward_norm, num_rows);
@@ -209,7 +262,7 @@ class UnitEngine final : public Engine {
         for (int first = 0; first < step.num_logit_rows; first += block_rows) {
             const int num_rows = std::min(block_rows, step.num_logit_rows - first);
             for (int row = 0; row < num_rows; ++row)
-                normalise(residual_ + step.logit_rows[first + row] * hidden_stride_, model_.final_norm,
+                normalise(residual_ + kept_rows_[first + row] * hidden_stride_, model_.final_norm,
                           model_.hidden_size, model_.rms_norm_eps, operands_ + row * units(hidden_stride_));
             float* logits = step.logits + first * logits_stride;
             multiply(operands_, units(hidden_stride_), num_rows, head, StoreSums{logits, logits_stride});
@@ -226,6 +279,8 @@ class UnitEngine final : public Engine {
 
     std::vector<Run> runs_;        // of the step
     std::vector<int> run_blocks_;  // the block of rows that each run lies in
+    std::vector<Run> kept_runs_;   // in the last layer: the tokens of a block of rows whose logits are wanted
+    std::vector<int> kept_rows_;   // after it: where in the residual stream each logit row's token stands
     AttentionScratch scratch_ = {};
     float *residual_, *projected_;
     Unit *operands_, *queries_, *attended_, *gated_, *rounded_head_, *unpacked_, *embedded_;

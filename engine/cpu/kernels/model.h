@@ -50,7 +50,7 @@ struct TandemStep {
     const std::int32_t* table_offsets;  // where each slice's block table begins in block_ids
     const std::int32_t* block_ids;
     std::int32_t num_logit_rows;
-    const std::int32_t* logit_rows;  // index in token_ids of each token whose next-token logits are wanted
+    const std::int32_t* logit_rows;  // index in token_ids of each token whose next-token logits are wanted: never falling
     float* logits;                   // [num_logit_rows, vocab_size padded to 64]
     std::int32_t* greedy_ids;        // [num_logit_rows]; -1 where a logit is not finite
 };

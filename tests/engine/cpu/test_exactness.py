@@ -21,7 +21,7 @@ from engine.cpu.build import PORTABLE, build_library
 from engine.cpu.library import KernelLibrary
 from engine.cpu.runner import CpuModelRunner
 from engine.model_config import ModelConfig
-from engine.step import SampleSpec, SequenceSlice, StepPlan
+from engine.step import SampleSpec, ScoreSpec, SequenceSlice, StepPlan
 from engine.weights import load_weights
 from tests.engine.golden import golden_cases
 from tests.engine.invariance import assert_batches_agree, assert_chunks_agree, forced_prompts
@@ -119,6 +119,34 @@ def test_copied_bytes_continue_in_other_blocks(tiny_cpu_runner: CpuModelRunner) 
     assert torch.equal(prefill(runner, sequence, 1), expected)
 
 
+def test_rows_without_logits_change_no_other(tiny_cpu_runner: CpuModelRunner) -> None:
+    """The last layer is finished for the rows whose logits are wanted: for all of them alone, for a few in a mix."""
+    runner = tiny_cpu_runner
+    lengths = (100, 50, 130, 1, 97)
+    prompts = [prompt[:length] for prompt, length in zip(forced_prompts(100, lengths), lengths, strict=True)]
+    sequences = pooled_sequences(runner, prompts, 0, random.Random(6))
+    expected, pages = [], []
+    for sequence, prompt in zip(sequences, prompts, strict=True):
+        scores = tuple(ScoreSpec(row, 0, 0) for row in range(len(prompt)))
+        plan = StepPlan((SequenceSlice("all", tuple(prompt), 0, sequence.block_table, scores),))
+        expected.append(runner.logits(plan).clone())
+        pages.append(runner.kv_pool[list(sequence.block_table)].clone())
+    runner.kv_pool.zero_()
+    drawn = SampleSpec(GREEDY, 0)
+    samples = [(), (drawn,) * 3, (ScoreSpec(0, 0, 0), ScoreSpec(40, 0, 0), drawn), (drawn,) * 2, ()]
+    slices = tuple(
+        SequenceSlice(str(index), tuple(prompt), 0, sequence.block_table, samples[index])
+        for index, (sequence, prompt) in enumerate(zip(sequences, prompts, strict=True))
+    )
+    rows = [(index, row) for index, item in enumerate(slices) for row in item.logit_rows]
+    assert rows == [(1, 49)] * 3 + [(2, 0), (2, 40), (2, 129)] + [(3, 0)] * 2
+    found = runner.logits(StepPlan(slices))
+    for logits, (index, row) in zip(found, rows, strict=True):
+        assert torch.equal(logits, expected[index][row]), (index, row)
+    for sequence, page in zip(sequences, pages, strict=True):
+        assert torch.equal(runner.kv_pool[list(sequence.block_table)], page)
+
+
 def test_two_processes_compute_the_same_bits(tiny_folder: Path) -> None:
     command = [sys.executable, "-m", "tests.engine.cpu.print_logits_digest", str(tiny_folder)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
@@ -150,6 +178,10 @@ def test_greedy_choice_is_the_sampler_s(tiny_cpu_runner: CpuModelRunner) -> None
         (SequenceSlice("r", (1,), 0, (512,)), "request r: a block id lies outside the pool of 512"),
         (SequenceSlice("r", (1,), 0, (-1,)), "request r: a block id lies outside the pool of 512"),
         (SequenceSlice("r", (100000,), 0, (0,)), "request r: a token id lies outside the vocabulary"),
+        (
+            SequenceSlice("r", (1, 2), 0, (0,), (SampleSpec(GREEDY, 0), ScoreSpec(0, 1, 0))),
+            "request r: samples are not in the order of their rows",
+        ),
         (SequenceSlice("r", (), 0, (0,)), "request r: empty slice"),
         (SequenceSlice("r", (1,), 1024, tuple(range(65))), "request r: 1025 tokens exceed the model's context"),
     ],
