@@ -26,6 +26,7 @@ from cluster.launcher import RAY_STOP_TIMEOUT_S, Hosts
 from cluster.progress import Progress
 from cluster.ray_runtime import Actor, RayRuntime
 from cluster.status_client import RouterUnreachable, fetch_status, report_death
+from core.errors import BadRequest
 from core.membership import Role, WorkerInfo, WorkerRef
 
 RESOURCES: Final = {Role.PREFILL: "tandem_prefill", Role.DECODE: "tandem_decode"}
@@ -54,7 +55,7 @@ class HostController:
         return self._controller.workers
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Everything, until `stop` is set. Raises: RayFailed, or the error that ended the controller."""
+        """Everything, until `stop` is set. Raises: BadRequest, RayFailed, or the error that ended the controller."""
         probes = await self._answer_probes()
         working, stopping = asyncio.create_task(self._work()), asyncio.create_task(stop.wait())
         try:
@@ -126,13 +127,18 @@ class HostController:
                 self._progress.say(f"{ref} is gone ({reason})")
 
     async def _answer_probes(self) -> web.AppRunner:
-        """/livez: this process runs. /readyz: every wanted worker is READY."""
+        """/livez: this process runs. /readyz: every wanted worker is READY. Raises: BadRequest: the port is taken."""
+        host, port = self._config.controller_health_host, self._config.controller_health_port
         app = web.Application()
         app.router.add_get("/livez", self._livez)
         app.router.add_get("/readyz", self._readyz)
         runner = web.AppRunner(app, access_log=None)
         await runner.setup()
-        await web.TCPSite(runner, self._config.controller_health_host, self._config.controller_health_port).start()
+        try:
+            await web.TCPSite(runner, host, port).start()
+        except OSError as error:
+            await runner.cleanup()
+            raise BadRequest("controller_health_port", f"{port} on {host} cannot be listened on: {error}") from error
         return runner
 
     async def _livez(self, _request: web.Request) -> web.Response:

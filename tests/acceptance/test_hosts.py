@@ -75,22 +75,21 @@ class Cluster:
         return f"http://{self.hosts[host].address}:{self._settings['metrics_port']}/metrics"
 
     def start(self) -> None:
-        """All containers of all pods; the workers' when Ray's head is up, since it gives up on a busy machine."""
+        """All containers of all pods; Ray's head alone at first: it gives up when a busy machine makes it wait."""
         self._config.write_text(yaml.safe_dump(self._settings))
         with self._etc_hosts.open("a") as names:
             for service in of_kind(self._objects, "Service"):
                 name, role = service["metadata"]["name"], service["spec"]["selector"]["app.kubernetes.io/component"]
                 if role in ("router", "head"):
                     names.write(f"{self.hosts[role].address} {name}.{NAMESPACE}.svc {name}\n")
-        order = {component: number for number, component in enumerate(PODS)}
-        for pod in sorted(pods(self._objects), key=lambda pod: order.get(pod.component, -1)):
-            if pod.component == "prefill":
-                wait_until(lambda: "Ray runtime started" in self.hosts["head"].explain(), 120.0)
+        for pod in sorted(pods(self._objects), key=lambda pod: pod.component != "head"):
             # What is started on one host sees each other here.
             assert len(pod.spec["containers"]) == 1 or pod.spec["shareProcessNamespace"]
             for host in PODS.get(pod.component, ()):
                 for container in pod.spec["containers"]:
                     self._start(self.hosts[host], container)
+                    if container["name"] == "ray-head":
+                        wait_until(lambda: "Ray runtime started" in self.hosts["head"].explain(), 150.0)
 
     def _start(self, host: Host, container: dict[str, Any]) -> None:
         program, *rest = [*container["command"], *container.get("args", [])]

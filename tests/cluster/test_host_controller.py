@@ -21,6 +21,7 @@ from cluster.host_controller import HostController
 from cluster.launcher import Hosts
 from cluster.progress import Progress
 from cluster.ray_runtime import RayRuntime
+from core.errors import BadRequest
 from core.membership import Role, WorkerRef
 
 STUBS = Hosts(worker="stub_hosts:StubWorkerHost")
@@ -134,3 +135,9 @@ async def test_a_new_controller_ends_what_the_last_one_left_and_tells_every_rout
         async with asyncio.timeout(TIMEOUT_S):
             await running
     assert await probe(config, "livez") == 0
+
+
+async def test_a_health_port_in_use_is_named_before_anything_starts(config: ClusterConfig) -> None:
+    with socket.create_server(("127.0.0.1", config.controller_health_port)), pytest.raises(BadRequest) as caught:
+        await HostController(config, Progress(), STUBS).run(asyncio.Event())
+    assert caught.value.field == "controller_health_port"
