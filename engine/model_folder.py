@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from engine.weights import SINGLE_FILE
+from engine.tensor_files import SINGLE_FILE
 
 
 @contextmanager

@@ -6,35 +6,20 @@ Matrices may lie there as floats or as quantised blocks (engine/quantisation.py)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Generic, TypeVar
+from typing import Final, Generic, TypeVar
 
 import torch
-from safetensors import SafetensorError, safe_open
 
-from core.errors import BadModel
-from engine.json_file import read_json_object
 from engine.model_config import ModelConfig
-from engine.quantisation import (
-    BLOCK_KINDS,
-    BLOCK_VALUES,
-    Matrix,
-    QuantisedMatrix,
-    as_floats,
-    is_finite,
-    metadata_key,
-    stack,
-)
+from engine.quantisation import Matrix, stack
+from engine.tensor_files import TensorFiles
 
-SINGLE_FILE: Final = "model.safetensors"
-INDEX_FILE: Final = "model.safetensors.index.json"
 EMBEDDING: Final = "model.embed_tokens.weight"
 HEAD: Final = "lm_head.weight"
 QKV: Final = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-DTYPES: Final = ("F32", "F16", "BF16")  # as safetensors spells them
-BYTES: Final = "U8"
 
 M = TypeVar("M", bound=Matrix)
 
@@ -86,7 +71,7 @@ def load_weights(
     Raises: BadModel: a file or tensor is missing, a tensor is left over, has a wrong shape, dtype or kind, or holds NaN
         or infinity; all wrong forms are named at once.
     """
-    tensors = _TensorFiles(folder)
+    tensors = TensorFiles(folder)
     return _Reader[torch.Tensor](tensors, config, dtype, tensors.read, torch.cat).read_all(progress)
 
 
@@ -94,7 +79,7 @@ def load_stored_weights(
     folder: Path, config: ModelConfig, dtype: torch.dtype, progress: Callable[[str], None] = lambda _line: None
 ) -> StoredWeights:
     """As `load_weights`, with blocks left as they are, except where matrices of several kinds are stacked."""
-    tensors = _TensorFiles(folder)
+    tensors = TensorFiles(folder)
 
     def stack_stored(parts: Sequence[Matrix]) -> Matrix:
         return stack(parts, dtype)
@@ -107,7 +92,7 @@ def read_tensors(folder: Path, config: ModelConfig, dtype: torch.dtype) -> dict[
 
     Raises: BadModel: see `load_weights`.
     """
-    tensors = _TensorFiles(folder)
+    tensors = TensorFiles(folder)
     expected = _expected_shapes(config)
     tensors.check(expected, _unread_shapes(config))
     return {name: tensors.read(name, dtype) for name in expected}
@@ -118,7 +103,7 @@ class _Reader(Generic[M]):
 
     def __init__(
         self,
-        tensors: _TensorFiles,
+        tensors: TensorFiles,
         config: ModelConfig,
         dtype: torch.dtype,
         read: Callable[[str, torch.dtype], M],
@@ -210,88 +195,3 @@ def _unread_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     if config.tied_embeddings:
         shapes[HEAD] = (config.vocab_size, config.hidden_size)
     return shapes
-
-
-class _TensorFiles:
-    """The safetensors files of a folder as one mapping from tensor name to tensor."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._file_of: dict[str, Any] = {}
-        self._kind_of: dict[str, str] = {}
-        for path in self._paths():
-            try:
-                opened: Any = safe_open(path, framework="pt")
-            except (OSError, SafetensorError) as error:
-                raise BadModel(f"{path.name}: cannot be read as safetensors: {error}") from error
-            self._file_of |= dict.fromkeys(opened.keys(), opened)
-            metadata = opened.metadata() or {}
-            kinds = {name: metadata.get(metadata_key(name)) for name in opened.keys()}  # noqa: SIM118
-            self._kind_of |= {name: kind for name, kind in kinds.items() if kind is not None}
-
-    def check(self, expected: Mapping[str, tuple[int, ...]], optional: Mapping[str, tuple[int, ...]]) -> None:
-        """Raise BadModel unless all expected tensors and no unknown ones are there, with their shapes, in a form that
-        we read."""
-        known = {**optional, **expected}
-        problems = [
-            f"missing tensor {name} {list(expected[name])}" for name in sorted(expected.keys() - self._file_of.keys())
-        ]
-        problems += [f"unexpected tensor {name}" for name in sorted(self._file_of.keys() - known.keys())]
-        for name in sorted(known.keys() & self._file_of.keys()):
-            problems += self._problems(name, known[name])
-        if problems:
-            raise BadModel(f"{self._folder}: {'; '.join(problems)}")
-
-    def has(self, name: str) -> bool:
-        """Whether the files hold it."""
-        return name in self._file_of
-
-    def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """The tensor in `dtype`: a view of the mapped file where it already has it. Raises: BadModel: not finite."""
-        return as_floats(self.read_stored(name, dtype), dtype)
-
-    def read_stored(self, name: str, dtype: torch.dtype) -> Matrix:
-        """As `read`, but blocks as they are."""
-        tensor: torch.Tensor = self._file_of[name].get_tensor(name)
-        if kind := self._kind_of.get(name):
-            matrix: Matrix = QuantisedMatrix.of_rows(kind, tensor)
-        else:
-            matrix = tensor.to(dtype)
-        if not is_finite(matrix):
-            raise BadModel(f"{self._folder}: tensor {name} holds NaN or infinity")
-        return matrix
-
-    def require_equal(self, name: str, other: str) -> None:
-        """Raise BadModel unless the two tensors are equal."""
-        if not torch.equal(self.read(name, torch.float32), self.read(other, torch.float32)):
-            raise BadModel(f"tensor {name} differs from {other}, but config.json says tie_word_embeddings")
-
-    def _problems(self, name: str, shape: tuple[int, ...]) -> Iterator[str]:
-        stored = self._file_of[name].get_slice(name)
-        found, dtype = tuple(stored.get_shape()), stored.get_dtype()
-        kind = self._kind_of.get(name)
-        if kind is None:
-            if dtype not in DTYPES:
-                yield f"tensor {name} has dtype {dtype}, supported are {', '.join(DTYPES)}"
-        elif kind not in BLOCK_KINDS:
-            yield f"tensor {name} has blocks of kind {kind}, supported are {', '.join(BLOCK_KINDS)}"
-            return
-        elif dtype != BYTES:
-            yield f"tensor {name} has dtype {dtype}, blocks of {kind} need {BYTES}"
-        elif len(shape) != 2 or shape[1] % BLOCK_VALUES:
-            yield f"tensor {name} has blocks of {kind}, but its rows of {shape[-1]} are not made of {BLOCK_VALUES}"
-            return
-        else:
-            shape = (shape[0], shape[1] // BLOCK_VALUES * BLOCK_KINDS[kind].block_bytes)
-        if found != shape:
-            unit = "" if kind is None else f" bytes of {kind}"
-            yield f"tensor {name} has shape {list(found)}, config.json asks for {list(shape)}{unit}"
-
-    def _paths(self) -> list[Path]:
-        index = self._folder / INDEX_FILE
-        if not index.exists():
-            return [self._folder / SINGLE_FILE]
-        weight_map = read_json_object(index).get("weight_map")
-        if not isinstance(weight_map, dict):
-            raise BadModel(f"{INDEX_FILE}: weight_map: missing")
-        return [self._folder / name for name in sorted(set(weight_map.values()))]
