@@ -19,8 +19,9 @@ from tests.engine.token_stream import generate, pooled_sequences, prefill
 
 # Of a logit from the CPU's float32, as a share of the largest. Unrun: guesses, from what the CPU does.
 LOGIT_TOLERANCE: Final = {"float32": 1e-4, "bfloat16": 0.05}
-# Tokens may leave the golden ones where the best two logits are closer than this.
-GOLDEN_GAP: Final = {"float32": 1e-3, "bfloat16": 0.05}
+# Tokens may leave the golden ones where the best two logits are closer than this. In bfloat16 logits of the default
+# model are up to 0.4 from float32's, and the two best up to 0.1 nearer, on a CPU too (golden case chat_capital).
+GOLDEN_GAP: Final = {"float32": 1e-3, "bfloat16": 0.2}
 KERNEL_TOLERANCE: Final = {"float32": 1e-5, "bfloat16": 2e-2}
 GREEDY: Final = SampleSpec(SamplingParams(temperature=0.0), 0)
 
