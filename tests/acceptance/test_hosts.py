@@ -104,7 +104,6 @@ class Cluster:
             "HOME": os.environ["HOME"],
             "TANDEM_CACHE": os.environ.get("TANDEM_CACHE", ""),
             "TANDEM_REDIS_URL": "",  # no index here
-            "UCX_TLS": "tcp",  # all hosts are one kernel's: UCX would find shared memory
         }
         host.start(container["name"], command, environment)
 
