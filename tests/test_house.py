@@ -97,6 +97,12 @@ def test_what_a_page_links_to_or_names_exists(page: Path) -> None:
     assert missing == []
 
 
+def test_every_decision_has_a_number_of_its_own() -> None:
+    pages = sorted((ROOT / "docs/adr").glob("*.md"))
+    assert [page.name[:4] for page in pages] == [f"{number:04}" for number in range(1, len(pages) + 1)]
+    assert [page.name for page in pages if not page.read_text().startswith(f"# {page.name[:4]} ")] == []
+
+
 def test_pages_are_looked_at() -> None:
     """The positive control of the test above: its patterns find what is there."""
     text = (ROOT / "ARCHITECTURE.md").read_text()
