@@ -32,7 +32,7 @@ from core.membership import Role, WorkerRef
 from core.request import GenerateRequest, SamplingParams, StopConditions
 from engine.block_pool import BlockPool
 from engine.loop import EngineLoop, StepReport
-from engine.scheduler import Progress
+from engine.step import Progress
 from kv_transfer.checksum import BlockChecksums
 from kv_transfer.driver import HandoffDriver, Outcome
 from kv_transfer.effects import LeaseConfig, TargetLanded

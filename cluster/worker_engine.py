@@ -13,7 +13,8 @@ from engine.digest import tokenizer_digest, weights_digest
 from engine.grammar import GrammarCompiler
 from engine.load_runner import load_runner
 from engine.runner import ModelRunner
-from engine.scheduler import Scheduler, SchedulerConfig
+from engine.scheduler import Scheduler
+from engine.scheduler_config import SchedulerConfig
 from engine.sequence import ModelLimits, StopWatch
 from engine.stop_watch import TextStopWatch
 from engine.tokenizer import Tokenizer

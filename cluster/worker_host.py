@@ -44,7 +44,7 @@ from core.request import Grammar
 from decode_worker.service import DecodeService
 from decode_worker.session import DecodeConfig, DecodeSession
 from engine.loop import EngineLoop, StepReport
-from engine.scheduler import Progress
+from engine.step import Progress
 from kv_transfer.checksum import BlockChecksums
 from kv_transfer.driver import HandoffDriver, Outcome, PushReport
 from kv_transfer.effects import LeaseConfig, LoadFailurePolicy

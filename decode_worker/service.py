@@ -20,7 +20,7 @@ from core.messages import (
 )
 from core.request import TokenDelta
 from decode_worker.session import DecodeSession, Effect
-from engine.scheduler import Progress
+from engine.step import Progress
 from kv_transfer.driver import HandoffDriver
 from kv_transfer.effects import SourceEnded, TargetFailed, TargetLanded
 

@@ -17,8 +17,9 @@ from core.errors import BadRequest
 from core.membership import WorkerRef
 from core.messages import Refused, RefuseReason, Reserved
 from core.request import GenerateRequest, TokenDelta, WorkUsage
-from engine.scheduler import Progress, Scheduler
+from engine.scheduler import Scheduler
 from engine.sequence import Sequence
+from engine.step import Progress
 from kv_transfer.effects import Effect as KvEffect
 from kv_transfer.effects import TargetFailed, TargetLanded
 from kv_transfer.session import HandoffSessions

@@ -13,8 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from engine.runner import ModelRunner
-from engine.scheduler import Progress, Scheduler
-from engine.step import Answer, SampleSpec, StepPlan
+from engine.scheduler import Scheduler
+from engine.step import Answer, Progress, SampleSpec, StepPlan
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""One engine step as plain values: what the scheduler plans, what the runner computes.
+"""One engine step as plain values: what the scheduler plans, what the runner computes, what came of it.
 
 A prefill chunk and a decode step are the same thing: tokens still to compute, after a context that is already
 in the KV pool.
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import ClassVar, Protocol
 
-from core.request import SamplingParams, TokenLogprobs
+from core.request import SamplingParams, TokenDelta, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,3 +152,20 @@ class StepPlan:
         """The answers to `samples`, slice by slice."""
         rest = iter(answers)
         return [tuple(islice(rest, len(item.samples))) for item in self.slices]
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What one step did for one sequence.
+
+    num_computed: tokens whose KV is now in `block_table`. deltas: the tokens drawn, one for each choice that begins.
+    ended: no choice of the request is left here. handed_over: that is because it was only prefilled; its references
+    on `block_table` are now the receiver's to release.
+    """
+
+    request_id: str
+    num_computed: int
+    block_table: tuple[int, ...]
+    deltas: tuple[TokenDelta, ...]
+    ended: bool = False
+    handed_over: bool = False

@@ -19,7 +19,7 @@ from core.messages import (
     StartPrefill,
 )
 from core.request import TokenDelta
-from engine.scheduler import Progress
+from engine.step import Progress
 from kv_transfer.driver import HandoffDriver
 from kv_transfer.effects import SourceEnded, TargetFailed, TargetLanded
 from kv_transfer.prefix_index import PrefixIndex

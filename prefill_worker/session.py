@@ -20,8 +20,9 @@ from core.identity import BlockHash
 from core.membership import WorkerRef
 from core.messages import Refused, RefuseReason
 from core.request import GenerateRequest, TokenDelta, WorkUsage
-from engine.scheduler import Progress, Scheduler
+from engine.scheduler import Scheduler
 from engine.sequence import Sequence
+from engine.step import Progress
 from kv_transfer.effects import Effect as KvEffect
 from kv_transfer.effects import Notify, SourceEnded, TargetFailed, TargetLanded
 from kv_transfer.session import HandoffSessions

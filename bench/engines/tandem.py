@@ -10,7 +10,8 @@ from core.blocks import num_blocks_for
 from core.request import GenerateRequest, SamplingParams, StopConditions
 from engine.block_pool import BlockPool
 from engine.load_runner import load_runner
-from engine.scheduler import Scheduler, SchedulerConfig
+from engine.scheduler import Scheduler
+from engine.scheduler_config import SchedulerConfig
 from engine.sequence import ModelLimits, StopWatch
 
 BLOCK_SIZE = 16

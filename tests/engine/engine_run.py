@@ -9,7 +9,8 @@ from collections.abc import Iterable
 from core.request import FinishReason, GenerateRequest, PromptLogprobs, TokenDelta
 from engine.block_pool import BlockPool
 from engine.runner import ModelRunner
-from engine.scheduler import Scheduler, SchedulerConfig
+from engine.scheduler import Scheduler
+from engine.scheduler_config import SchedulerConfig
 from engine.sequence import MatcherFactory, ModelLimits, no_grammars
 
 EOS = 2  # of the default model

@@ -6,8 +6,10 @@ from collections import defaultdict
 
 from core.request import FinishReason, GenerateRequest, SamplingParams, StopConditions
 from engine.block_pool import BlockPool
-from engine.scheduler import Progress, Scheduler, SchedulerConfig
+from engine.scheduler import Scheduler
+from engine.scheduler_config import SchedulerConfig
 from engine.sequence import ModelLimits, no_grammars
+from engine.step import Progress
 from tests.engine.token_memory import TokenMemory
 
 BLOCK_SIZE = 4

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from core.errors import BadRequest
-from engine.scheduler import SchedulerConfig
+from engine.scheduler_config import SchedulerConfig
 from tests.engine.scheduler_bench import Bench, request
 from tests.engine.token_memory import undisturbed
 

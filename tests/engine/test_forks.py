@@ -14,8 +14,8 @@ from core.blocks import num_blocks_for
 from core.errors import BadRequest
 from core.request import MAX_CHOICES, FinishReason, GenerateRequest, SamplingParams, StopConditions
 from engine.growth import BlockGrowth
-from engine.scheduler import Progress, Scheduler
-from engine.step import Drawn, StepPlan
+from engine.scheduler import Scheduler
+from engine.step import Drawn, Progress, StepPlan
 from tests.engine.scheduler_bench import BLOCK_SIZE, Bench
 from tests.engine.scheduler_walk import SAMPLED, land, request, singles, walk
 from tests.engine.token_memory import SharedWrite, TokenMemory, undisturbed

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core.errors import BadRequest
-from engine.scheduler import SchedulerConfig
+from engine.scheduler_config import SchedulerConfig
 from tests.engine.scheduler_bench import Bench, request
 from tests.engine.token_memory import undisturbed
 

@@ -8,8 +8,7 @@ import pytest
 
 from core.errors import InvariantBroken
 from core.request import GenerateRequest, PromptLogprobs
-from engine.scheduler import Progress
-from engine.step import Answer, PromptScore, ScoreSpec, SequenceSlice, StepPlan
+from engine.step import Answer, Progress, PromptScore, ScoreSpec, SequenceSlice, StepPlan
 from tests.engine.scheduler_bench import Bench, request
 from tests.engine.token_memory import TokenMemory, next_token
 

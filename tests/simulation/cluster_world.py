@@ -39,7 +39,8 @@ from core.messages import (
 from core.request import FinishReason, GenerateRequest, Placement, SamplingParams, StopConditions, TokenDelta
 from decode_worker.session import DecodeConfig, DecodeSession
 from engine.block_pool import BlockPool
-from engine.scheduler import Scheduler, SchedulerConfig
+from engine.scheduler import Scheduler
+from engine.scheduler_config import SchedulerConfig
 from engine.sequence import ModelLimits
 from engine.step import Drawn, SequenceSlice, StepPlan
 from kv_transfer.effects import (

@@ -31,7 +31,8 @@ from core.messages import CancelRequest, PeerConnected
 from decode_worker.service import DecodeService
 from decode_worker.session import DecodeConfig, DecodeSession
 from engine.block_pool import BlockPool
-from engine.scheduler import Scheduler, SchedulerConfig
+from engine.scheduler import Scheduler
+from engine.scheduler_config import SchedulerConfig
 from kv_transfer.checksum import BlockChecksums
 from kv_transfer.driver import HandoffDriver, Outcome, PushReport
 from kv_transfer.effects import LeaseConfig, LoadFailurePolicy

@@ -14,7 +14,7 @@ import pytest
 from core.request import GenerateRequest, Grammar, GrammarKind, SamplingParams, StopConditions
 from engine.cpu.runner import CpuModelRunner
 from engine.grammar import GrammarCompiler
-from engine.scheduler import SchedulerConfig
+from engine.scheduler_config import SchedulerConfig
 from engine.tokenizer import Tokenizer
 from tests.engine.engine_run import EngineRun
 

@@ -11,7 +11,7 @@ import transformers
 
 from core.request import GenerateRequest, PromptLogprobs, StopConditions
 from engine.cpu.runner import CpuModelRunner
-from engine.scheduler import SchedulerConfig
+from engine.scheduler_config import SchedulerConfig
 from tests.engine.engine_run import EngineRun
 from tests.engine.golden import golden_cases
 from tests.engine.token_stream import GREEDY
