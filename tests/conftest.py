@@ -14,12 +14,15 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # Before Triton is first imported, by whatever test: its kernels run on a CPU. tests/gpu needs 0.
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
+SHARED_CLUSTERS = frozenset({"pair", "two_prefills"})
 
-def pytest_collection_modifyitems(items: Iterable[pytest.Item]) -> None:
-    """What shares costly fixtures runs in one process: the acceptance tests their clusters, a file its models."""
+
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
+def pytest_collection_modifyitems(items: Iterable[pytest.Function]) -> None:
+    """What shares costly fixtures runs in one process: several acceptance tests a cluster, a file its models."""
     for item in items:
-        room = item.path.parent.name
-        item.add_marker(pytest.mark.xdist_group("acceptance" if room == "acceptance" else item.path.name))
+        shares_cluster = SHARED_CLUSTERS.intersection(item.fixturenames)
+        item.add_marker(pytest.mark.xdist_group("shared clusters" if shares_cluster else item.path.name))
 
 
 @pytest.fixture(scope="session")

@@ -11,6 +11,7 @@ import transformers
 
 from core.request import GenerateRequest, PromptLogprobs, StopConditions
 from engine.cpu.runner import CpuModelRunner
+from engine.export import export_floats
 from engine.scheduler_config import SchedulerConfig
 from tests.engine.engine_run import EngineRun
 from tests.engine.golden import golden_cases
@@ -59,9 +60,10 @@ def test_equal_to_the_bit_in_another_cut(default_cpu_runner: CpuModelRunner, alo
     assert {name: scored[name] for name in PROMPTS} == plain
 
 
-def test_equal_to_what_transformers_says(model_folder: Path, alone: dict[str, PromptLogprobs]) -> None:
+def test_equal_to_what_transformers_says(model_folder: Path, tmp_path: Path, alone: dict[str, PromptLogprobs]) -> None:
     name, prompt = min(PROMPTS.items(), key=lambda item: len(item[1]))
-    model = transformers.AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    floats = export_floats(model_folder, tmp_path / "floats", "float32", lambda _line: None)
+    model = transformers.AutoModelForCausalLM.from_pretrained(floats, dtype=torch.float32)
     with torch.inference_mode():
         expected = model(torch.tensor([prompt])).logits[0].double().log_softmax(dim=-1)
     own = torch.tensor(alone[name].logprobs, dtype=torch.float64)
