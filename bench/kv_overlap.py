@@ -34,9 +34,9 @@ from engine.block_pool import BlockPool
 from engine.loop import EngineLoop, StepReport
 from engine.step import Progress
 from kv_transfer.checksum import BlockChecksums
+from kv_transfer.credit import PushCredit
 from kv_transfer.driver import HandoffDriver, Outcome
 from kv_transfer.effects import LeaseConfig, TargetLanded
-from kv_transfer.flow import PushFlow
 from kv_transfer.nixl import NixlTransport
 from kv_transfer.pace import TransferPace
 from kv_transfer.pool import MemoryPool
@@ -52,8 +52,8 @@ def make_driver(
 ) -> tuple[HandoffSessions, HandoffDriver]:
     pace = TransferPace(memory.block_bytes)
     sessions = HandoffSessions(transport.describe().ref, pool, LeaseConfig(), pool.match, pace.bound_s)
-    flow, checksums = PushFlow(memory.block_bytes, 64 << 20), BlockChecksums(memory)
-    return sessions, HandoffDriver(transport, sessions, time.monotonic, on_outcome, broken, flow, pace, checksums)
+    credit, checksums = PushCredit(memory.block_bytes, 64 << 20), BlockChecksums(memory)
+    return sessions, HandoffDriver(transport, sessions, time.monotonic, on_outcome, broken, credit, pace, checksums)
 
 
 def broken(error: BaseException) -> None:

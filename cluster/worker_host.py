@@ -46,10 +46,10 @@ from decode_worker.session import DecodeConfig, DecodeSession
 from engine.loop import EngineLoop, StepReport
 from engine.step import Progress
 from kv_transfer.checksum import BlockChecksums
+from kv_transfer.credit import PushCredit
 from kv_transfer.driver import HandoffDriver, Outcome, PushReport
 from kv_transfer.effects import LeaseConfig, LoadFailurePolicy
 from kv_transfer.faults import FaultyTransport, TransportFaults
-from kv_transfer.flow import PushFlow
 from kv_transfer.nixl import NixlConfig, NixlTransport
 from kv_transfer.pace import TransferPace
 from kv_transfer.pool import MemoryPool
@@ -130,7 +130,7 @@ class WorkerHost:
             time.monotonic,
             self._handoff_ended,
             on_broken=self._broken,
-            flow=PushFlow(block_bytes, config.kv_bytes_in_flight),
+            credit=PushCredit(block_bytes, config.kv_bytes_in_flight),
             pace=pace,
             checksums=BlockChecksums(memory) if config.kv_checksums and memory.memory_kind == "DRAM" else None,
         )

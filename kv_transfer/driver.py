@@ -15,8 +15,8 @@ from core.errors import TransferFailed, WorkerLost
 from core.handoff import BlocksPushed, HandoffNotice
 from core.membership import WorkerRef
 from kv_transfer.checksum import BlockChecksums
+from kv_transfer.credit import AskedPush, PushCredit
 from kv_transfer.effects import Effect, Notify, Push, SourceEnded, TargetFailed, TargetLanded
-from kv_transfer.flow import AskedPush, PushFlow
 from kv_transfer.notice_codec import decode_notice, encode_notice
 from kv_transfer.pace import TransferPace
 from kv_transfer.session import HandoffSessions
@@ -74,7 +74,7 @@ class HandoffDriver:
         clock: Clock,
         on_outcome: Callable[[Outcome], None],
         on_broken: Callable[[BaseException], None],
-        flow: PushFlow,
+        credit: PushCredit,
         pace: TransferPace,
         checksums: BlockChecksums | None = None,
     ) -> None:
@@ -82,7 +82,7 @@ class HandoffDriver:
         self._sessions = sessions
         self._clock = clock
         self._on_outcome = on_outcome
-        self._flow = flow
+        self._credit = credit
         self._pace = pace
         self._checksums = checksums
         self._tasks = BackgroundTasks(on_broken)
@@ -131,7 +131,7 @@ class HandoffDriver:
         asked_s = self._clock()
         if _body(push).num_pushes:
             self._last_asked_s[push.notice.handoff_id] = asked_s
-        self._start(self._flow.add(AskedPush(push, asked_s)))
+        self._start(self._credit.add(AskedPush(push, asked_s)))
 
     def _start(self, pushes: Iterable[AskedPush]) -> None:
         for asked in pushes:
@@ -152,7 +152,7 @@ class HandoffDriver:
         )
         self.listener.pushed(report)
         self.perform(self._sessions.source.push_settled(handoff_id, _body(push).sequence, delivered=delivered))
-        self._start(self._flow.settled(push))
+        self._start(self._credit.settled(push))
 
     async def _encode(self, push: Push) -> bytes:
         if self._checksums is None or not push.source_blocks:

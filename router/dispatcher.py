@@ -33,7 +33,7 @@ from core.messages import (
 )
 from core.request import FinishReason, GenerateRequest, Placement, TokenDelta
 from router.flow import Flow, Leg, Output, Stage
-from router.policy.choose import Choice, choose, filter_fitting
+from router.policy.choose import Plan, choose, filter_fitting
 from router.view import ClusterView
 
 FAILURES: Final = frozenset({FinishReason.ABORT, FinishReason.ERROR, FinishReason.DEAD_END})
@@ -90,7 +90,7 @@ class Planned:
     request_id: str
     attempt: int
     attempt_id: str
-    choice: Choice
+    plan: Plan
     waited_s: float
 
 

@@ -18,7 +18,7 @@ from typing import Final
 from core.errors import InvariantBroken
 from core.membership import WorkerRef
 from core.request import GenerateRequest, Placement, TokenDelta
-from router.policy.choose import Choice
+from router.policy.choose import Plan
 
 
 class Stage(StrEnum):
@@ -84,7 +84,7 @@ class Leg:
     queue_deadline_s: float
     stage: Stage = Stage.QUEUED
     num_attempts: int = 0
-    plan: Choice | None = None
+    plan: Plan | None = None
     prefill_open: bool = False
     prefill_begun_s: float = 0.0
 

@@ -184,16 +184,16 @@ class LiveDispatcher:
                         self._put(request_id, None)
                 case Fail(request_id, error):
                     self._put(request_id, error)
-                case Planned(request_id, attempt, attempt_id, choice, waited_s):
-                    self._metrics.planned(choice.reason, attempt, waited_s)
+                case Planned(request_id, attempt, attempt_id, plan, waited_s):
+                    self._metrics.planned(plan.reason, attempt, waited_s)
                     log_state(
                         logger,
                         request_id=request_id,
                         attempt_id=attempt_id,
                         state="planned",
-                        reason=choice.reason,
-                        decode=choice.decode,
-                        prefill=choice.prefill,
+                        reason=plan.reason,
+                        decode=plan.decode,
+                        prefill=plan.prefill,
                     )
 
     def _put(self, request_id: str, item: TokenDelta | TandemError | None) -> None:

@@ -15,7 +15,7 @@ from router.policy.decide import remote_pays
 from router.view import ClusterView, WorkerView
 
 
-class ChoiceReason(StrEnum):
+class PlanReason(StrEnum):
     """Why the prompt is prefilled where it is; log field and metric label."""
 
     ASKED = "asked"  # the request said where
@@ -25,18 +25,16 @@ class ChoiceReason(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class Plan:
     """`prefill` None: the decode worker prefills. `scores`: of every candidate looked at, for `explain`."""
 
     decode: WorkerRef
     prefill: WorkerRef | None
-    reason: ChoiceReason
+    reason: PlanReason
     scores: tuple[tuple[WorkerRef, float], ...]
 
 
-def choose(
-    request: GenerateRequest, placement: Placement, view: ClusterView, local_prefill_cost: float
-) -> Choice | None:
+def choose(request: GenerateRequest, placement: Placement, view: ClusterView, local_prefill_cost: float) -> Plan | None:
     """The workers for a request, or None when the roles that it needs are not ready.
 
     local_prefill_cost: see remote_pays.
@@ -45,7 +43,7 @@ def choose(
     if not decodes:
         return None
     if placement is Placement.LOCAL:
-        return _local(decodes, ChoiceReason.ASKED)
+        return _local(decodes, PlanReason.ASKED)
     prefills = filter_ready(view.workers(Role.PREFILL))
     warm = [worker for worker in decodes if filter_paired(prefills, worker.ref, view)]
     if warm:
@@ -55,17 +53,17 @@ def choose(
         prefill = pick(prefill_scores)
         scores = (*decode_scores, *prefill_scores)
         if placement is Placement.REMOTE:
-            return Choice(decode, prefill, ChoiceReason.ASKED, scores)
+            return Plan(decode, prefill, PlanReason.ASKED, scores)
         queues = view.prefills(prefill), view.prefills(decode)
         if remote_pays(request.num_given_tokens, *queues, local_prefill_cost):
-            return Choice(decode, prefill, ChoiceReason.PREFILL_POOL, scores)
-        return Choice(decode, None, ChoiceReason.PREFILL_POOL_BUSY, scores)
-    return None if placement is Placement.REMOTE else _local(decodes, ChoiceReason.NO_PREFILL_WORKER)
+            return Plan(decode, prefill, PlanReason.PREFILL_POOL, scores)
+        return Plan(decode, None, PlanReason.PREFILL_POOL_BUSY, scores)
+    return None if placement is Placement.REMOTE else _local(decodes, PlanReason.NO_PREFILL_WORKER)
 
 
-def _local(decodes: list[WorkerView], reason: ChoiceReason) -> Choice:
+def _local(decodes: list[WorkerView], reason: PlanReason) -> Plan:
     scores = score_all(decodes)
-    return Choice(pick(scores), None, reason, tuple(scores))
+    return Plan(pick(scores), None, reason, tuple(scores))
 
 
 def filter_ready(workers: list[WorkerView]) -> list[WorkerView]:

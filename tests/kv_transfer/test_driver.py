@@ -12,10 +12,10 @@ from transport_ends import End, Ends, until
 from core.errors import InvariantBroken
 from engine.block_pool import BlockPool
 from kv_transfer.checksum import BlockChecksums
+from kv_transfer.credit import PushCredit
 from kv_transfer.driver import HandoffDriver, Outcome, PushReport
 from kv_transfer.effects import LeaseConfig, LoadFailurePolicy, SourceEnded, TargetFailed, TargetLanded
 from kv_transfer.faults import FaultyTransport, TransportFaults
-from kv_transfer.flow import PushFlow
 from kv_transfer.pace import TransferPace
 from kv_transfer.pool import MemoryPool
 from kv_transfer.session import HandoffSessions
@@ -47,8 +47,8 @@ def make_side(ends: Ends, worker_id: str, policy: LoadFailurePolicy, checks: boo
         raise error
 
     checksums = BlockChecksums(MemoryPool(end.blocks.ctypes.data, NUM_BLOCKS, BLOCK_BYTES)) if checks else None
-    flow = PushFlow(BLOCK_BYTES, 4 * BLOCK_BYTES)
-    driver = HandoffDriver(end.transport, sessions, time.monotonic, outcomes.append, broken, flow, pace, checksums)
+    credit = PushCredit(BLOCK_BYTES, 4 * BLOCK_BYTES)
+    driver = HandoffDriver(end.transport, sessions, time.monotonic, outcomes.append, broken, credit, pace, checksums)
     side = Side(end, pool, sessions, driver, outcomes)
     driver.listener.pushed = side.pushes.append
     driver.listener.landed = side.landed_s.append

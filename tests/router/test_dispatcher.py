@@ -27,7 +27,7 @@ from core.messages import (
 )
 from core.request import FinishReason, GenerateRequest, Placement, SamplingParams, StopConditions, TokenDelta
 from router.dispatcher import Deliver, Dispatcher, DispatcherConfig, Effect, Fail, Planned, Send
-from router.policy.choose import ChoiceReason
+from router.policy.choose import PlanReason
 from router.view import ClusterView
 
 IDLE = WorkerLoad()
@@ -110,7 +110,7 @@ def failure(effects: list[Effect]) -> Exception:
 def test_a_request_is_reserved_prefilled_and_decoded() -> None:
     cluster = Cluster("p1", "d1")
     planned, send = cluster.submit()
-    assert isinstance(planned, Planned) and planned.choice.reason is ChoiceReason.PREFILL_POOL
+    assert isinstance(planned, Planned) and planned.plan.reason is PlanReason.PREFILL_POOL
     assert isinstance(send, Send) and isinstance(send.command, ReserveBlocks)
     assert (send.worker, send.command.source, send.command.handoff_id) == (
         cluster.refs["d1"], cluster.refs["p1"], "r#x.1",
@@ -215,7 +215,7 @@ def test_choices_that_are_out_go_on_one_by_one_and_those_that_ended_do_not() -> 
     cluster = Cluster("d1", "d2")
     [planned, _send] = cluster.submit(num_choices=3)
     assert isinstance(planned, Planned)
-    lost = planned.choice.decode
+    lost = planned.plan.decode
     cluster.say(lost.worker_id, delta(0, 50, choice=1), delta(1, 51, choice=1))
     cluster.say(lost.worker_id, delta(0, 60, choice=2, finish=FinishReason.STOP))
     effects = cluster.dispatcher.worker_lost(lost, 0.0)
@@ -246,15 +246,15 @@ def test_a_choice_that_goes_on_and_is_lost_again_draws_as_it_did_before() -> Non
 @pytest.mark.parametrize(
     ("workers", "placement", "kind", "reason"),
     [
-        (("p1", "d1"), Placement.LOCAL, StartGeneration, ChoiceReason.ASKED),
-        (("p1", "d1"), Placement.REMOTE, ReserveBlocks, ChoiceReason.ASKED),
-        (("d1",), Placement.AUTO, StartGeneration, ChoiceReason.NO_PREFILL_WORKER),
+        (("p1", "d1"), Placement.LOCAL, StartGeneration, PlanReason.ASKED),
+        (("p1", "d1"), Placement.REMOTE, ReserveBlocks, PlanReason.ASKED),
+        (("d1",), Placement.AUTO, StartGeneration, PlanReason.NO_PREFILL_WORKER),
     ],
 )
 def test_placement(workers, placement, kind, reason) -> None:
     planned, send = Cluster(*workers).submit(placement=placement)
     assert isinstance(send, Send) and isinstance(send.command, kind)
-    assert isinstance(planned, Planned) and planned.choice.reason is reason
+    assert isinstance(planned, Planned) and planned.plan.reason is reason
 
 
 def test_remote_waits_for_a_prefill_worker_and_is_served_when_one_is_paired() -> None:
@@ -266,15 +266,15 @@ def test_remote_waits_for_a_prefill_worker_and_is_served_when_one_is_paired() ->
 def prefilled_by(effects: list[Effect]) -> str:
     planned = effects[0]
     assert isinstance(planned, Planned)
-    return (planned.choice.prefill or planned.choice.decode).worker_id
+    return (planned.plan.prefill or planned.plan.decode).worker_id
 
 
 def test_prompts_that_queue_are_shared_with_the_decode_worker_in_the_stated_measure() -> None:
     cluster = Cluster("p1", "d1", local_prefill_cost=2.0)
     chosen = [prefilled_by(cluster.submit(f"r{number}")) for number in range(9)]
     assert chosen == ["p1", "p1", "d1", "p1", "p1", "d1", "p1", "p1", "d1"]
-    assert {planned.choice.reason for planned in cluster.submit("last") if isinstance(planned, Planned)} == {
-        ChoiceReason.PREFILL_POOL
+    assert {planned.plan.reason for planned in cluster.submit("last") if isinstance(planned, Planned)} == {
+        PlanReason.PREFILL_POOL
     }
 
 
@@ -322,7 +322,7 @@ def test_an_unpaired_prefill_worker_is_not_chosen() -> None:
     cluster = Cluster("p1", "d1")
     cluster.view.get(cluster.refs["d1"]).peers.clear()
     planned, _send = cluster.submit()
-    assert isinstance(planned, Planned) and planned.choice.reason is ChoiceReason.NO_PREFILL_WORKER
+    assert isinstance(planned, Planned) and planned.plan.reason is PlanReason.NO_PREFILL_WORKER
 
 
 @pytest.mark.parametrize("placement", [Placement.AUTO, Placement.REMOTE])
@@ -332,7 +332,7 @@ def test_a_decode_worker_that_is_paired_goes_before_an_idler_one_that_is_not_yet
     cluster.view.get(cluster.refs["d2"]).peers.clear()
     planned = cluster.submit(placement=placement)[0]
     assert isinstance(planned, Planned)
-    assert (planned.choice.decode.worker_id, planned.choice.prefill.worker_id) == ("d1", "p1")
+    assert (planned.plan.decode.worker_id, planned.plan.prefill.worker_id) == ("d1", "p1")
 
 
 def test_load_is_spread_by_what_was_given_out_not_by_reports() -> None:
@@ -341,7 +341,7 @@ def test_load_is_spread_by_what_was_given_out_not_by_reports() -> None:
     for number in range(4):
         planned = cluster.submit(f"r{number}")[0]
         assert isinstance(planned, Planned)
-        chosen.append((planned.choice.prefill.worker_id, planned.choice.decode.worker_id))
+        chosen.append((planned.plan.prefill.worker_id, planned.plan.decode.worker_id))
     assert sorted(chosen) == [("p1", "d1"), ("p1", "d1"), ("p2", "d2"), ("p2", "d2")]
 
 
@@ -399,19 +399,19 @@ def test_a_worker_lost_before_the_first_token_is_planned_again_elsewhere(dead: s
     cluster = Cluster("p1", "d1", "p2", "d2")
     planned = cluster.submit()[0]
     assert isinstance(planned, Planned)
-    lost = planned.choice.prefill if dead == "p1" else planned.choice.decode
+    lost = planned.plan.prefill if dead == "p1" else planned.plan.decode
     effects = cluster.dispatcher.worker_lost(lost, 0.0)
     again = next(effect for effect in effects if isinstance(effect, Planned))
     assert again.attempt == 2
-    assert lost not in (again.choice.prefill, again.choice.decode)
-    assert delivered(cluster.say(again.choice.prefill.worker_id, delta(0, 9, attempt="r#x.1"))) == []
+    assert lost not in (again.plan.prefill, again.plan.decode)
+    assert delivered(cluster.say(again.plan.prefill.worker_id, delta(0, 9, attempt="r#x.1"))) == []
 
 
 def test_a_decode_worker_lost_after_the_first_token_is_continued_from_the_latest_one() -> None:
     cluster = Cluster("p1", "d1", "d2")
     planned = cluster.submit()[0]
     assert isinstance(planned, Planned)
-    lost = planned.choice.decode
+    lost = planned.plan.decode
     cluster.reserved(decode=lost.worker_id)
     cluster.say("p1", delta(0, 50))
     cluster.say(lost.worker_id, delta(1, 51), delta(3, 53))  # the last one overtook a token that never came
@@ -490,11 +490,11 @@ def test_a_draining_worker_takes_nothing_new_and_its_refusal_is_planned_elsewher
     cluster = Cluster("d1", "d2")
     planned = cluster.submit()[0]
     assert isinstance(planned, Planned)
-    first = planned.choice.decode
+    first = planned.plan.decode
     again = cluster.dispatcher.answered(first, Refused("r#x.1", RefuseReason.DRAINING), 0.0)
-    assert [effect.choice.decode for effect in again if isinstance(effect, Planned)] != [first]
+    assert [effect.plan.decode for effect in again if isinstance(effect, Planned)] != [first]
     assert all(
-        isinstance(effect, Send) or effect.choice.decode != first
+        isinstance(effect, Send) or effect.plan.decode != first
         for effect in cluster.submit("next")
         if isinstance(effect, Planned | Send)
     )

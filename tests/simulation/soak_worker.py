@@ -34,10 +34,10 @@ from engine.block_pool import BlockPool
 from engine.scheduler import Scheduler
 from engine.scheduler_config import SchedulerConfig
 from kv_transfer.checksum import BlockChecksums
+from kv_transfer.credit import PushCredit
 from kv_transfer.driver import HandoffDriver, Outcome, PushReport
 from kv_transfer.effects import LeaseConfig, LoadFailurePolicy
 from kv_transfer.faults import FaultyTransport, TransportFaults
-from kv_transfer.flow import PushFlow
 from kv_transfer.nixl import NixlConfig, NixlTransport
 from kv_transfer.notice_codec import decode_notice, encode_notice
 from kv_transfer.pace import TransferPace
@@ -190,9 +190,9 @@ class SoakWorker:
         pace = TransferPace(BLOCK_BYTES)
         policy = rng.choice(list(LoadFailurePolicy))
         self.handoffs = HandoffSessions(ref, self.pool, LEASE, self.pool.match, pace.bound_s, policy)
-        flow, checksums = PushFlow(BLOCK_BYTES, 4 * BLOCK_BYTES), BlockChecksums(region)
+        credit, checksums = PushCredit(BLOCK_BYTES, 4 * BLOCK_BYTES), BlockChecksums(region)
         self.driver = HandoffDriver(
-            self.transport, self.handoffs, time.monotonic, self.handoff_ended, self.broken, flow, pace, checksums
+            self.transport, self.handoffs, time.monotonic, self.handoff_ended, self.broken, credit, pace, checksums
         )
         self.driver.listener.peer_lost = self.peer_lost
         self.driver.listener.pushed = self.pushed

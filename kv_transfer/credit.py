@@ -30,7 +30,7 @@ class _Lane:
     waiting: OrderedDict[str, deque[AskedPush]] = field(default_factory=OrderedDict)
 
 
-class PushFlow:
+class PushCredit:
     """Credit for each peer: a push starts when it fits beside what is under way, or when nothing is.
 
     Hand-offs take turns, a push each, so that a long prompt does not hold up the short ones behind it; the pushes of

@@ -7,8 +7,8 @@ from collections import Counter
 
 from core.handoff import BlocksPushed, HandoffNotice
 from core.membership import WorkerRef
+from kv_transfer.credit import AskedPush, PushCredit
 from kv_transfer.effects import Push
-from kv_transfer.flow import AskedPush, PushFlow
 from kv_transfer.pace import PATIENCE, TransferPace
 
 PEER, OTHER = WorkerRef("decode-0", "a"), WorkerRef("decode-1", "b")
@@ -21,35 +21,35 @@ def asked(handoff_id: str, sequence: int, num_blocks: int, peer: WorkerRef = PEE
 
 
 def test_what_fits_starts_and_the_rest_waits_for_its_peer_only() -> None:
-    flow = PushFlow(block_bytes=10, max_bytes=100)
+    credit = PushCredit(block_bytes=10, max_bytes=100)
     first, second, third = (asked("long", number, 6) for number in range(3))
-    assert flow.add(first) == [first]
-    assert flow.add(second) == flow.add(third) == []
+    assert credit.add(first) == [first]
+    assert credit.add(second) == credit.add(third) == []
     elsewhere = asked("other", 0, 6, OTHER)
-    assert flow.add(elsewhere) == [elsewhere]
-    assert flow.settled(first.push) == [second]
-    assert flow.settled(second.push) == [third]
+    assert credit.add(elsewhere) == [elsewhere]
+    assert credit.settled(first.push) == [second]
+    assert credit.settled(second.push) == [third]
 
 
 def test_a_push_above_the_credit_goes_alone() -> None:
-    flow = PushFlow(block_bytes=10, max_bytes=100)
+    credit = PushCredit(block_bytes=10, max_bytes=100)
     small, huge = asked("small", 0, 1), asked("huge", 0, 50)
-    assert flow.add(small) == [small]
-    assert flow.add(huge) == []
-    assert flow.settled(small.push) == [huge]
-    assert flow.add(small) == []
-    assert flow.settled(huge.push) == [small]
+    assert credit.add(small) == [small]
+    assert credit.add(huge) == []
+    assert credit.settled(small.push) == [huge]
+    assert credit.add(small) == []
+    assert credit.settled(huge.push) == [small]
 
 
 def test_handoffs_take_turns() -> None:
-    flow = PushFlow(block_bytes=10, max_bytes=100)
+    credit = PushCredit(block_bytes=10, max_bytes=100)
     long = [asked("long", number, 10) for number in range(4)]
     for push in long:
-        flow.add(push)
+        credit.add(push)
     short = asked("short", 0, 10)
-    flow.add(short)
+    credit.add(short)
     order, running = ["long0"], long[0]
-    while started := flow.settled(running.push):
+    while started := credit.settled(running.push):
         [running] = started
         assert isinstance(running.push.notice.body, BlocksPushed)
         order.append(f"{running.handoff_id}{running.push.notice.body.sequence}")
@@ -58,7 +58,7 @@ def test_handoffs_take_turns() -> None:
 
 def test_any_mix_keeps_the_bound_the_order_and_loses_nothing() -> None:
     rng = random.Random(7)
-    flow = PushFlow(block_bytes=10, max_bytes=100)
+    credit = PushCredit(block_bytes=10, max_bytes=100)
     running: list[AskedPush] = []
     seen: dict[str, list[int]] = {}
     num_asked: Counter[str] = Counter()
@@ -73,14 +73,14 @@ def test_any_mix_keeps_the_bound_the_order_and_loses_nothing() -> None:
     for _ in range(2000):
         if rng.random() < 0.5:
             name = rng.choice("abcd")
-            start(flow.add(asked(name, num_asked[name], rng.randrange(15))))
+            start(credit.add(asked(name, num_asked[name], rng.randrange(15))))
             num_asked[name] += 1
         elif running:
-            start(flow.settled(running.pop(rng.randrange(len(running))).push))
+            start(credit.settled(running.pop(rng.randrange(len(running))).push))
     while running:
-        start(flow.settled(running.pop().push))
+        start(credit.settled(running.pop().push))
     assert {name: list(range(count)) for name, count in num_asked.items()} == seen
-    assert not flow._lanes
+    assert not credit._lanes
 
 
 def test_the_time_a_push_may_take_follows_what_pushes_took() -> None:
