@@ -1,4 +1,6 @@
-"""What a grammar costs: compiling it, one mask, and applying masks to a batch. `python -m bench.grammar --help`.
+"""What a grammar costs: compiling it, one mask, and applying masks to a batch.
+
+    python -m bench.grammar [--rows 16]
 
 The text is what a model would say; each of its tokens costs a mask and a push. Times are of one thread.
 """

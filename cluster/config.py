@@ -57,7 +57,8 @@ class ClusterConfig:
     controller_health_port: int = 8081
     """Its port."""
     dtype: str = "float32"
-    """Of weights and KV. float32 is exact, token for token; bfloat16 halves the memory."""
+    """Of KV and of what is multiplied: weights kept as 4-bit or 8-bit blocks stay blocks. float32 is exact, token for
+    token; bfloat16 halves the KV, and weights that are floats."""
     num_blocks: int = 1024
     """KV blocks of each worker's pool. The pool is zeroed, so resident: 1024 blocks of the default model
     are 720 MiB in float32."""
@@ -109,8 +110,7 @@ class ClusterConfig:
         if self.ray_address and not _is_address(self.ray_address):
             raise BadRequest("ray_address", f"must be host:port, got {self.ray_address!r}")
         _require_range("controller_health_port", self.controller_health_port, 1, 65535)
-        if not self.local_prefill_cost >= 1.0:
-            raise BadRequest("local_prefill_cost", f"must be a number of at least 1, got {self.local_prefill_cost}")
+        DispatcherConfig(local_prefill_cost=self.local_prefill_cost)  # refused here already when it would be there
         for name in ("lease_s", "start_timeout_s", "drain_timeout_s", "heartbeat_timeout_s"):
             _require_range(name, getattr(self, name), 0.1, 3600.0)
         _require_engine_fields(self)
@@ -158,7 +158,7 @@ class WorkerConfig:
     router_address: str
     """host:port of the router's gRPC server, for Announce."""
     dtype: str = "float32"
-    """Of weights and KV."""
+    """As in ClusterConfig."""
     num_blocks: int = 1024
     """KV blocks of the pool."""
     block_size: int = 16

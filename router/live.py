@@ -79,7 +79,7 @@ class LiveDispatcher:
         """Each output position of each choice once, in order. Closing the generator frees the request everywhere.
 
         Raises: Rejected: not taken, or no worker in time. BadRequest: a worker can never serve it.
-            WorkerLost, TransferFailed: it had to end after its first token.
+            WorkerLost, TransferFailed: its workers were lost too often (DispatcherConfig).
         """
         if self._closing:
             raise Rejected(RejectReason.DRAINING, "this router is shutting down")

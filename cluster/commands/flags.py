@@ -60,7 +60,7 @@ def add_workers(parser: argparse.ArgumentParser) -> None:
     add_flag(
         parser, "--aggregated", "aggregated", "no prefill workers: decode workers prefill too", action="store_true"
     )
-    add_flag(parser, "--dtype", "dtype", "of weights and KV", choices=DTYPES)
+    add_flag(parser, "--dtype", "dtype", "of KV and of what is multiplied", choices=DTYPES)
     add_flag(parser, "--num-blocks", "num_blocks", "KV blocks of each worker", type=int, metavar="N")
     add_flag(parser, "--block-size", "block_size", "tokens of a block", type=int, metavar="N")
     add_flag(parser, "--token-budget", "token_budget", "most tokens of one engine step", type=int, metavar="N")

@@ -17,8 +17,12 @@ from cluster.supervisor import supervise
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `up`."""
-    text = "start a cluster on this machine and serve until Ctrl-C"
-    parser = commands.add_parser("up", help=text, description=f"{text.capitalize()}.", argument_default=flags.UNSET)
+    parser = commands.add_parser(
+        "up",
+        help="start a cluster on this machine and serve until Ctrl-C",
+        description="Start a cluster on this machine and serve until Ctrl-C.",
+        argument_default=flags.UNSET,
+    )
     flags.add_config(parser)
     flags.add_model(parser)
     flags.add_workers(parser)

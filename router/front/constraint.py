@@ -13,7 +13,7 @@ from typing import Any, Final
 from core.errors import BadRequest
 from core.request import MAX_GRAMMAR_CHARACTERS, Grammar, GrammarKind
 
-MAX_CHOICES: Final = 1024
+MAX_CHOICE_TEXTS: Final = 1024
 ANY_OBJECT: Final[Mapping[str, Any]] = {"type": "object"}
 _REGEX_SIGNS: Final = re.compile(r"[\\.+*?()|\[\]{}^$]")
 
@@ -43,8 +43,8 @@ def json_text_grammar(text: str) -> Grammar:
 
 def choice_grammar(choices: Sequence[str]) -> Grammar:
     """Exactly one of some texts. Raises: BadRequest: on `grammar`: there are none, too many, or one is empty."""
-    if not 1 <= len(choices) <= MAX_CHOICES:
-        raise BadRequest("grammar", f"must hold 1 to {MAX_CHOICES} texts, got {len(choices)}")
+    if not 1 <= len(choices) <= MAX_CHOICE_TEXTS:
+        raise BadRequest("grammar", f"must hold 1 to {MAX_CHOICE_TEXTS} texts, got {len(choices)}")
     if not all(choices):
         raise BadRequest("grammar", "a choice must not be empty")
     return regex_grammar("|".join(_REGEX_SIGNS.sub(r"\\\g<0>", choice) for choice in choices))

@@ -29,7 +29,7 @@ _PROBE: Final = ["regex", "a"]
 
 
 class GrammarGate:
-    """One checking process, started with the first grammar. Every call from one event loop."""
+    """One checking process at a time, started by `start` or by the first grammar. Every call from one event loop."""
 
     def __init__(self, model_folder: Path, vocab_size: int) -> None:
         self._arguments = ("-m", "engine.grammar_check", str(model_folder), str(vocab_size))
