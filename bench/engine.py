@@ -34,6 +34,7 @@ from typing import Any, Final
 
 from bench.engine_kernels import DECODE_BATCHES, DECODE_CONTEXT, PREFILL_TOKENS, Floors
 from bench.engines.driver import STREAM_MAX_TOKENS, Settings
+from cluster.folders import cache_folder, default_model_folder
 from engine.cpu.runner import DTYPES
 from engine.export import export_floats
 from engine.gguf_import import import_default_model
@@ -336,10 +337,6 @@ def gguf_of(file_type: str, python: str) -> Path:
     return target
 
 
-def cache_folder() -> Path:
-    return Path(os.environ.get("TANDEM_CACHE") or Path.home() / ".cache" / "tandem")
-
-
 @contextmanager
 def running(match: Match, found: list[Contestant]) -> Iterator[dict[str, int]]:
     """All engines started and loaded, one after the other. Gives: the memory that each needed to load."""
@@ -398,7 +395,7 @@ def main() -> None:
     options = parse_options()
     os.sched_setaffinity(0, {options.core})  # the engines' processes inherit it
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    folder = import_default_model(cache_folder() / "models" / "blocks" / "SmolLM2-135M-Instruct", print)
+    folder = import_default_model(default_model_folder(), print)
     config = ModelConfig.load(folder)
     settings = Settings(
         model=str(folder),

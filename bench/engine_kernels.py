@@ -30,6 +30,7 @@ from typing import Any, Final
 os.environ["OMP_NUM_THREADS"] = "1"
 import torch
 
+from cluster.folders import default_model_folder
 from core.request import SamplingParams
 from engine.cpu.build import build_library
 from engine.cpu.library import KernelLibrary
@@ -184,8 +185,7 @@ def main() -> None:
     parser.add_argument("--core", type=int, default=max(os.sched_getaffinity(0)), help="(default: the last)")
     options = parser.parse_args()
     os.sched_setaffinity(0, {options.core})
-    cache = Path(os.environ.get("TANDEM_CACHE") or Path.home() / ".cache" / "tandem")
-    folder = import_default_model(cache / "models" / "blocks" / "SmolLM2-135M-Instruct", print)
+    folder = import_default_model(default_model_folder(), print)
     print(f"core {options.core}, load average {os.getloadavg()[0]:.1f}, decode at context {DECODE_CONTEXT}")
     for dtype in options.dtypes.split(","):
         floors = Floors(ModelConfig.load(folder), DTYPES[dtype])

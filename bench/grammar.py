@@ -11,11 +11,11 @@ import argparse
 import json
 import time
 from collections.abc import Callable
-from pathlib import Path
 from statistics import fmean
 
 import torch
 
+from cluster.folders import default_model_folder
 from core.request import Grammar, GrammarKind, SamplingParams
 from engine.gguf_import import import_default_model
 from engine.grammar import GrammarCompiler
@@ -60,13 +60,10 @@ def best_of(runs: int, work: Callable[[], object]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--cache", type=Path, default=Path.home() / ".cache" / "tandem")
     parser.add_argument("--rows", type=int, default=16, help="batch of the last table")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    tokenizer = Tokenizer.load(
-        import_default_model(arguments.cache / "models" / "blocks" / "SmolLM2-135M-Instruct", print)
-    )
+    tokenizer = Tokenizer.load(import_default_model(default_model_folder(), print))
     start_s = time.perf_counter()
     compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size)
     print(f"vocabulary of {tokenizer.vocab_size}: {time.perf_counter() - start_s:.2f} s")

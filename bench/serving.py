@@ -28,8 +28,9 @@ from typing import Any, Final
 
 import aiohttp
 
-from bench.engine import cache_folder, executable, float_folder, machine_line, percentile
+from bench.engine import executable, float_folder, machine_line, percentile
 from bench.servers import RunningServer, Server, ServerFailed, tandem_server, vllm_server
+from cluster.folders import default_model_folder
 from engine.gguf_import import import_default_model
 from engine.model_config import ModelConfig
 
@@ -180,7 +181,7 @@ def parse_options() -> argparse.Namespace:
 
 def main() -> None:
     options = parse_options()
-    folder = import_default_model(cache_folder() / "models" / "blocks" / "SmolLM2-135M-Instruct", print)
+    folder = import_default_model(default_model_folder(), print)
     vocab_size = ModelConfig.load(folder).vocab_size
     servers = [
         tandem_server("Tandem, 1 prefill + 1 decode", ["--prefill", "1", "--decode", "1"], options.dtype),

