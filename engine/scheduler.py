@@ -22,15 +22,16 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from itertools import chain
 
-from core.errors import BadRequest, InvariantBroken
-from core.identity import namespace
+from core.errors import InvariantBroken
 from core.membership import WorkerLoad
-from core.request import FinishReason, GenerateRequest, TokenDelta, WorkUsage
+from core.request import GenerateRequest
 from engine.block_pool import BlockPool
+from engine.deltas import add_drawn
 from engine.growth import BlockGrowth
 from engine.scheduler_config import SchedulerConfig
-from engine.sequence import MatcherFactory, ModelLimits, Sequence, StopWatch, StopWatchFactory, no_grammars
-from engine.step import Answer, DeadEnd, Drawn, GrammarMatcher, Progress, ScoredToken, StepPlan
+from engine.sequence import MatcherFactory, ModelLimits, Sequence, StopWatchFactory, no_grammars
+from engine.sequence_maker import SequenceMaker
+from engine.step import Answer, Progress, StepPlan
 from engine.waiting_line import WaitingLine, rank
 
 
@@ -58,9 +59,11 @@ class Scheduler:
         self.config = config
         self.pool = pool
         self.limits = limits
-        self._identity_digest = identity_digest
+        capacity_tokens = pool.num_blocks * limits.block_size
+        self._maker = SequenceMaker(
+            limits, capacity_tokens, config.ageing_steps, identity_digest, make_watch, make_matcher
+        )
         self._make_watch = make_watch
-        self._make_matcher = make_matcher
         self._sequences: dict[str, list[Sequence]] = {}  # by request id: its choices
         self._waiting = WaitingLine(config.scan_depth, config.max_overtakes)
         self._awaiting_room = WaitingLine(config.scan_depth, config.max_overtakes)
@@ -69,39 +72,12 @@ class Scheduler:
         self._growth = BlockGrowth(pool, config.growth_blocks)
         self._in_flight: StepPlan | None = None
         self._computing: tuple[Sequence, ...] = ()  # of the step in flight, one for each slice
-        self._num_sequences = 0
         self.num_steps = 0
         self.num_preemptions = 0
 
     def new_sequence(self, request: GenerateRequest, *, prefill_only: bool = False) -> Sequence:
-        """A sequence of `request`, from now on ageing but not scheduled.
-
-        Raises: BadRequest: not even one choice can ever fit; several need not fit together, some are then preempted.
-            Or its grammar is not one.
-        """
-        given = request.num_given_tokens
-        most_tokens = given + 1 if prefill_only else request.num_prompt_tokens + request.stop.max_tokens
-        if given >= self.limits.max_context_tokens:
-            raise BadRequest("prompt", f"{given} tokens leave no room in the context")
-        capacity_tokens = self.pool.num_blocks * self.limits.block_size
-        if min(most_tokens, self.limits.max_context_tokens) > capacity_tokens:
-            raise BadRequest("max_tokens", f"{most_tokens} tokens never fit into a KV pool of {capacity_tokens}")
-        self._num_sequences += 1
-        return Sequence(
-            request=request,
-            limits=self.limits,
-            namespace=namespace(self._identity_digest, request.tenant, request.cache_salt),
-            prefill_only=prefill_only,
-            watch=self._watch_of(request),
-            tokens=[*request.prompt_token_ids, *request.output_token_ids],
-            num_choices=request.num_choices,
-            sampling=request.sampling,
-            scoring=request.prompt_logprobs is not None and not request.output_token_ids,  # else they are out
-            arrived_step=self.num_steps,
-            grammar=self._matcher_of(request),
-            due_step=self.num_steps + request.priority * self.config.ageing_steps,
-            number=self._num_sequences,
-        )
+        """A sequence of `request`, from now on ageing but not scheduled. Raises: as SequenceMaker.make."""
+        return self._maker.make(request, self.num_steps, prefill_only=prefill_only)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence to be computed from wherever its cached prefix ends."""
@@ -219,24 +195,6 @@ class Scheduler:
         if sequence.request_id in self._sequences:
             raise InvariantBroken(f"request {sequence.request_id} is already scheduled")
         self._sequences[sequence.request_id] = [sequence]
-
-    def _matcher_of(self, request: GenerateRequest) -> GrammarMatcher | None:
-        """One that stands behind what is out already."""
-        if request.grammar is None:
-            return None
-        matcher = self._make_matcher(request.grammar)
-        for token_id in request.output_token_ids:
-            matcher.push(token_id)
-        return matcher
-
-    def _watch_of(self, request: GenerateRequest) -> StopWatch | None:
-        """One that has seen what is out already."""
-        if not request.stop.stop_strings:
-            return None
-        watch = self._make_watch(request)
-        for token_id in request.output_token_ids:
-            watch.push(token_id)
-        return watch
 
     def _fork(self, sequence: Sequence) -> list[Sequence]:
         """The choices of a running sequence, all running; they share its blocks."""
@@ -380,7 +338,7 @@ class Scheduler:
             return Progress(request_id, computed, table, deltas=())
         handed_over = sequence.prefill_only
         choices = sequence.fork(self._make_watch) if handed_over else self._fork(sequence)
-        deltas = tuple(self._say(choice, drawn) for choice, drawn in zip(choices, drawn_here, strict=True))
+        deltas = tuple(add_drawn(choice, drawn) for choice, drawn in zip(choices, drawn_here, strict=True))
         if handed_over:
             sequence.drop_blocks()
             self._forget(sequence)
@@ -389,33 +347,3 @@ class Scheduler:
                 if delta.finish_reason is not None:
                     self._forget(choice)
         return Progress(request_id, computed, table, deltas, request_id not in self._sequences, handed_over)
-
-    def _say(self, sequence: Sequence, drawn: Drawn) -> TokenDelta:
-        if isinstance(drawn, DeadEnd):
-            return TokenDelta(
-                request_id=sequence.request_id,
-                position=sequence.num_output,
-                token_ids=(),
-                finish_reason=FinishReason.DEAD_END,
-                message=drawn.message,
-                choice=sequence.choice,
-            )
-        token_id, logprobs = (drawn.token_id, (drawn.logprobs,)) if isinstance(drawn, ScoredToken) else (drawn, ())
-        reason, matched = sequence.append(token_id)
-        return TokenDelta(
-            request_id=sequence.request_id,
-            position=sequence.num_output - 1,
-            token_ids=(token_id,),
-            finish_reason=reason,
-            matched_stop=matched,
-            usage=self._first_usage(sequence),
-            logprobs=logprobs,
-            choice=sequence.choice,
-            prompt_logprobs=sequence.tell_scores(),
-        )
-
-    def _first_usage(self, sequence: Sequence) -> WorkUsage | None:
-        if sequence.usage_sent:
-            return None
-        sequence.usage_sent = True
-        return WorkUsage(cached_tokens=sequence.num_cached_prompt, computed_tokens=sequence.num_computed_prompt)

@@ -27,12 +27,13 @@ class Bench:
         context=512,
         block_size=BLOCK_SIZE,
         make_matcher=no_grammars,
+        make_watch=lambda _request: NeverStops(),
         **more,
     ):
         self.pool = BlockPool(num_blocks)
         limits = ModelLimits(block_size, context, tuple(eos))
         config = SchedulerConfig(token_budget, max_sequences, **more)
-        self.scheduler = Scheduler(config, self.pool, limits, b"d" * 32, lambda request: NeverStops(), make_matcher)
+        self.scheduler = Scheduler(config, self.pool, limits, b"d" * 32, make_watch, make_matcher)
         self.memory = TokenMemory(self.pool, block_size)
         self.outputs: defaultdict[str, list[int]] = defaultdict(list)  # by request, and "request/1" for choice 1 and on
         self.planned: list[str] = []  # who was in the latest step

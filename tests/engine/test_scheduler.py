@@ -256,8 +256,7 @@ def test_a_request_goes_on_after_the_output_that_is_out(num_out: int) -> None:
     whole = undisturbed(prompt, 10)
 
     def run(max_tokens: int, watched: tuple[int, ...]) -> tuple[list[int], FinishReason]:
-        bench = Bench()
-        bench.scheduler._make_watch = lambda _request: EndsAfter(*watched)
+        bench = Bench(make_watch=lambda _request: EndsAfter(*watched))
         item = replace(
             request("r", prompt, max_tokens=max_tokens, stop_strings=("stop",)), output_token_ids=tuple(whole[:num_out])
         )

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import pytest
 
-import engine.scheduler
+import engine.sequence_maker
 from core.request import GenerateRequest
 from decode_worker.session import DecodeSession
 from engine.scheduler import Scheduler
@@ -128,7 +128,7 @@ def push_without_a_reference(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def one_cache_for_all_salts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prefix hits across tenants."""
-    monkeypatch.setattr(engine.scheduler, "namespace", lambda _digest, _tenant, _salt: bytes(32))
+    monkeypatch.setattr(engine.sequence_maker, "namespace", lambda _digest, _tenant, _salt: bytes(32))
 
 
 def free_under_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
