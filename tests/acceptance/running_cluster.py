@@ -19,6 +19,8 @@ from typing import Any
 import grpc
 from tandem.v1 import worker_pb2, worker_pb2_grpc
 
+from engine.cpu.build import cache_folder as kernel_cache
+
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 40.0
 ROOT = Path(__file__).resolve().parents[2]
@@ -91,6 +93,9 @@ def running_cluster(model: Path, cache: Path, *flags: str, **settings: Any) -> I
     ports = {"http_port": http_port, "grpc_port": grpc_port, "registry_port": registry_port}
     values = {**ports, "num_blocks": 512, **settings}
     config.write_text(json.dumps(values))  # JSON is YAML
+    kernels = kernel_cache()
+    kernels.mkdir(parents=True, exist_ok=True)
+    (cache / "kernels").symlink_to(kernels)  # compiled once, not by every cluster
     output = cache / "up.log"
     command = [sys.executable, "-m", "cluster.main", "up", "--model", str(model), "--config", str(config)]
     environment = {
