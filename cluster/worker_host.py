@@ -22,11 +22,11 @@ from tandem.v1 import worker_pb2_grpc as pb_grpc
 from cluster.addresses import listening_address
 from cluster.channel import open_channel
 from cluster.config import WorkerConfig
-from cluster.kv_memory import memory_of
 from cluster.peers import Peers
 from cluster.router_streams import RouterStream, RouterStreams
 from cluster.worker_engine import Engine, build_engine
 from cluster.worker_service import WorkerServicer
+from cluster.worker_transfer import build_transfer
 from core.errors import BadRequest
 from core.membership import Role, WorkerInfo, WorkerRef
 from core.messages import (
@@ -45,18 +45,9 @@ from decode_worker.service import DecodeService
 from decode_worker.session import DecodeConfig, DecodeSession
 from engine.loop import EngineLoop, StepReport
 from engine.step import Progress
-from kv_transfer.checksum import BlockChecksums
-from kv_transfer.credit import PushCredit
-from kv_transfer.driver import HandoffDriver, Outcome, PushReport
-from kv_transfer.effects import LeaseConfig, LoadFailurePolicy
-from kv_transfer.faults import FaultyTransport, TransportFaults
-from kv_transfer.nixl import NixlConfig, NixlTransport
-from kv_transfer.pace import TransferPace
-from kv_transfer.pool import MemoryPool
+from kv_transfer.driver import Outcome, PushReport
 from kv_transfer.prefix_index import NoPrefixIndex, PrefixIndex, RedisPrefixIndex
-from kv_transfer.session import HandoffSessions
 from kv_transfer.stream_codec import encode_info, encode_load
-from kv_transfer.transport import Transport
 from prefill_worker.service import PrefillService
 from prefill_worker.session import PrefillConfig, PrefillSession
 from telemetry.logs import log_state
@@ -88,7 +79,7 @@ class WorkerHost:
         self._build_role()
         self._loop = EngineLoop(self._engine.scheduler, self._engine.runner, self._stepped)
         self._metrics = WorkerMetrics(CollectorRegistry(), self._state)
-        listener = self._driver.listener
+        listener = self._transfer.driver.listener
         listener.pushed, listener.landed, listener.verified = self._pushed, self._metrics.landed, self._metrics.verified
         await self._listen()
         self._tasks.watch(self._loop.start())
@@ -109,58 +100,30 @@ class WorkerHost:
         await self._peers.close()
         await self._server.stop(grace=0.2)
         await self._loop.stop()
-        await self._driver.close(timeout_s=2.0)
+        await self._transfer.driver.close(timeout_s=2.0)
         await self._index.close()
         self._metrics_server.shutdown()
 
     # --- construction -------------------------------------------------------------------------------------------
 
     def _build_transfer(self) -> None:
-        engine = self._engine
-        config, block_bytes = self._config, engine.block_bytes
-        lease = LeaseConfig(lease_s=config.lease_s, landed_timeout_s=config.lease_s)
-        pace = TransferPace(block_bytes)
-        policy = LoadFailurePolicy(config.kv_load_failure_policy)
-        self._handoffs = HandoffSessions(self._ref, engine.pool, lease, engine.pool.match, pace.bound_s, policy)
-        memory = memory_of(engine.runner.kv_pool, engine.pool.num_blocks)
-        self._transport = self._open_transport(memory)
-        self._driver = HandoffDriver(
-            self._transport,
-            self._handoffs,
-            time.monotonic,
-            self._handoff_ended,
-            on_broken=self._broken,
-            credit=PushCredit(block_bytes, config.kv_bytes_in_flight),
-            pace=pace,
-            checksums=BlockChecksums(memory) if config.kv_checksums and memory.memory_kind == "DRAM" else None,
-        )
+        config, engine = self._config, self._engine
+        self._transfer = build_transfer(config, self._ref, engine, self._handoff_ended, self._broken)
         self._streams = RouterStreams()
-        self._peers = Peers(self._transport.describe(), self._driver, self._streams.send, self._tasks.spawn)
-        url = self._config.redis_url
-        digest = engine.identity.digest()
+        transport, driver = self._transfer.transport, self._transfer.driver
+        self._peers = Peers(transport.describe(), driver, self._streams.send, self._tasks.spawn)
+        url, digest = config.redis_url, engine.identity.digest()
         self._index: PrefixIndex = RedisPrefixIndex(url, self._ref, digest, INDEX_TTL_S) if url else NoPrefixIndex()
-
-    def _open_transport(self, memory: MemoryPool) -> Transport:
-        """With faults where the operator asked for them, and only there."""
-        kv_pool, faults = self._engine.runner.kv_pool, self._config.kv_faults
-        nixl = NixlConfig(interface=self._config.kv_interface)
-        # Peers' probes land in memory of the pool's kind; the transport allocates it itself on the host.
-        self._probe_memory = kv_pool.new_zeros(nixl.probe_bytes // kv_pool.itemsize) if kv_pool.is_cuda else None
-        scratch = None if self._probe_memory is None else memory_of(self._probe_memory, num_blocks=1)
-        transport = NixlTransport(self._ref, self._engine.identity, memory, nixl, scratch)
-        if faults is None:
-            return transport
-        log_state(logger, logging.WARNING, worker_id=self._ref, state="injecting faults", faults=faults)
-        return FaultyTransport(transport, TransportFaults.parse(faults))
 
     def _build_role(self) -> None:
         engine, send = self._engine, self._streams.send
+        handoffs, driver = self._transfer.handoffs, self._transfer.driver
         self._role: PrefillService | DecodeService
         if self._config.role is Role.PREFILL:
-            prefill = PrefillSession(PrefillConfig(block_bytes=engine.block_bytes), engine.scheduler, self._handoffs)
+            prefill = PrefillSession(PrefillConfig(block_bytes=engine.block_bytes), engine.scheduler, handoffs)
             self._role = PrefillService(
                 prefill,
-                self._driver,
+                driver,
                 self._index,
                 self._peers.is_connected,
                 send,
@@ -169,8 +132,8 @@ class WorkerHost:
                 time.monotonic,
             )
         else:
-            decode = DecodeSession(DecodeConfig(block_bytes=engine.block_bytes), engine.scheduler, self._handoffs)
-            self._role = DecodeService(decode, self._driver, send, self._wake, time.monotonic)
+            decode = DecodeSession(DecodeConfig(block_bytes=engine.block_bytes), engine.scheduler, handoffs)
+            self._role = DecodeService(decode, driver, send, self._wake, time.monotonic)
 
     async def _listen(self) -> None:
         options = (
@@ -183,7 +146,7 @@ class WorkerHost:
         self._server = grpc.aio.server(options=options)
         servicer = WorkerServicer(
             self._ref,
-            self._transport.describe(),
+            self._transfer.transport.describe(),
             self._streams,
             on_open=self._say_load,
             on_command=self._command,
@@ -273,7 +236,7 @@ class WorkerHost:
 
     def _idle(self) -> bool:
         load = self._engine.scheduler.load()
-        return not (load.running_requests or load.waiting_requests or len(self._role) or len(self._handoffs))
+        return not (load.running_requests or load.waiting_requests or len(self._role) or len(self._transfer.handoffs))
 
     # --- time -----------------------------------------------------------------------------------------------------
 
@@ -281,7 +244,7 @@ class WorkerHost:
         load_at_s, idle = 0.0, True
         while True:
             await asyncio.sleep(TICK_INTERVAL_S)
-            self._driver.tick()
+            self._transfer.driver.tick()
             self._role.tick()
             self._publish()
             if time.monotonic() >= load_at_s:
@@ -330,7 +293,7 @@ class WorkerHost:
 
     def _state(self) -> WorkerState:
         load, index = self._engine.scheduler.load(), self._index.stats
-        transfer = self._transport.stats()
+        transfer = self._transfer.transport.stats()
         return WorkerState(
             free_blocks=load.free_blocks,
             used_blocks=load.used_blocks,
@@ -339,7 +302,7 @@ class WorkerHost:
             waiting_requests=load.waiting_requests,
             open_requests=len(self._role),
             orphaned_blocks=self._orphaned_blocks,
-            open_handoffs=len(self._handoffs),
+            open_handoffs=len(self._transfer.handoffs),
             preemptions=self._engine.scheduler.num_preemptions,
             pushes_in_flight=transfer.in_flight,
             zombie_pushes=transfer.zombies,
