@@ -13,6 +13,7 @@ import importlib
 import os
 import sys
 import traceback
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,6 +27,14 @@ from telemetry.logs import setup_logs
 # One engine step is small: more threads than one would only wait for each other, and two workers would share them.
 WORKER_ENVIRONMENT: Final = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 ROUTER_ENVIRONMENT: Final = {"TOKENIZERS_PARALLELISM": "false"}
+
+
+@dataclass(frozen=True, slots=True)
+class HostPaths:
+    """Import paths of what runs inside the actor processes."""
+
+    worker: str = "cluster.worker_host:WorkerHost"
+    router: str = "router.main:RouterProcess"
 
 
 class _HostActor:

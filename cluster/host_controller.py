@@ -16,15 +16,14 @@ from typing import Final
 
 from aiohttp import web
 
-from cluster.actors import WorkerActor
+from cluster.actors import HostPaths, WorkerActor
 from cluster.burial import HostBurial
 from cluster.config import ClusterConfig, WorkerConfig, worker_config
 from cluster.controller import ActorFailures, Controller
 from cluster.death_notices import DeathNotices
 from cluster.fleet import Event, Fleet, StartFailed, StartWorker, WorkerDied, WorkerStarted
-from cluster.launcher import RAY_STOP_TIMEOUT_S, Hosts
 from cluster.progress import Progress
-from cluster.ray_runtime import Actor, RayRuntime
+from cluster.ray_runtime import STOP_TIMEOUT_S, Actor, RayRuntime
 from cluster.status_client import RouterUnreachable, fetch_status, report_death
 from core.errors import BadRequest
 from core.membership import Role, WorkerInfo, WorkerRef
@@ -37,10 +36,10 @@ LOCATE_TIMEOUT_S: Final = 10.0
 class HostController:
     """Make one per run."""
 
-    def __init__(self, config: ClusterConfig, progress: Progress, hosts: Hosts | None = None) -> None:
+    def __init__(self, config: ClusterConfig, progress: Progress, hosts: HostPaths | None = None) -> None:
         self._config = config
         self._progress = progress
-        self._hosts = hosts or Hosts()
+        self._hosts = hosts or HostPaths()
         self._ray = RayRuntime.joined(config.ray_address)
         self._burial = HostBurial(self._ray, config.registry_address)
         self._deaths = DeathNotices(lambda ref: report_death(config.registry_address, ref))
@@ -70,7 +69,7 @@ class HostController:
             working.cancel()
             stopping.cancel()
             await asyncio.gather(working, stopping, return_exceptions=True)
-            await self._ray.stop(RAY_STOP_TIMEOUT_S)
+            await self._ray.stop(STOP_TIMEOUT_S)
             await probes.cleanup()
         self._progress.say("stopped")
 

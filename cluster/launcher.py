@@ -12,13 +12,13 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from random import SystemRandom
 from typing import Any, Final
 
 from cluster import processes
-from cluster.actors import RouterActor, WorkerActor
+from cluster.actors import HostPaths, RouterActor, WorkerActor
 from cluster.burial import bury_here
 from cluster.config import ClusterConfig, WorkerConfig, router_config, worker_config
 from cluster.controller import Controller
@@ -26,7 +26,7 @@ from cluster.death_notices import DeathNotices
 from cluster.fleet import Event, Fleet, StartFailed, StartWorker, WorkerDied, WorkerStarted
 from cluster.folders import RunFolders
 from cluster.progress import Progress
-from cluster.ray_runtime import Actor, RayRuntime
+from cluster.ray_runtime import STOP_TIMEOUT_S, Actor, RayRuntime
 from cluster.router_keeper import RouterKeeper
 from cluster.status_client import RouterUnreachable, fetch_status, missing, report_death
 from cluster.valkey import EmbeddedValkey
@@ -34,18 +34,9 @@ from core.errors import TandemError
 from router.config import RouterConfig
 
 RAY_START_TIMEOUT_S: Final = 60.0
-RAY_STOP_TIMEOUT_S: Final = 15.0
 CONNECT_TIMEOUT_S: Final = 30.0
 EXIT_TIMEOUT_S: Final = 5.0
 POLL_S: Final = 0.05
-
-
-@dataclass(frozen=True, slots=True)
-class Hosts:
-    """Import paths of what runs inside the actor processes."""
-
-    worker: str = "cluster.worker_host:WorkerHost"
-    router: str = "router.main:RouterProcess"
 
 
 class StartupFailed(TandemError):
@@ -56,12 +47,12 @@ class Launcher:
     """Make one per run, in the event loop of the main thread; ports must be resolved (cluster.preflight)."""
 
     def __init__(
-        self, config: ClusterConfig, folders: RunFolders, progress: Progress, hosts: Hosts | None = None
+        self, config: ClusterConfig, folders: RunFolders, progress: Progress, hosts: HostPaths | None = None
     ) -> None:
         self._config = config
         self._logs = folders.logs
         self._progress = progress
-        self._hosts = hosts or Hosts()
+        self._hosts = hosts or HostPaths()
         self._ray = RayRuntime.private(len(config.roles) + 1, folders.ray)
         self._valkey: EmbeddedValkey | None = None
         fleet = Fleet(config.roles, SystemRandom())
@@ -211,7 +202,7 @@ class Launcher:
             if self._background:
                 await asyncio.wait(self._background, timeout=EXIT_TIMEOUT_S)
             await self._router.stop()
-            await self._ray.stop(RAY_STOP_TIMEOUT_S)
+            await self._ray.stop(STOP_TIMEOUT_S)
             if self._valkey is not None:
                 self._valkey.stop()
             await self._leave_nothing(below)

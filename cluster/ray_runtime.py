@@ -29,6 +29,7 @@ ACTOR_CONCURRENCY: Final = 1000  # `watch` calls wait for as long as the actor l
 
 NAMESPACE: Final = "tandem"
 RETRY_S: Final = 1.0
+STOP_TIMEOUT_S: Final = 15.0
 
 ENVIRONMENT: Final = {
     "RAY_USAGE_STATS_ENABLED": "0",

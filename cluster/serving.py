@@ -9,9 +9,10 @@ import sys
 from pathlib import Path
 from typing import Final
 
+from cluster.actors import HostPaths
 from cluster.config import ClusterConfig
 from cluster.folders import RunFolders
-from cluster.launcher import Hosts, Launcher
+from cluster.launcher import Launcher
 from cluster.progress import Progress
 from cluster.self_check import check_parity, check_request
 from cluster.status_client import fetch_status
@@ -21,7 +22,7 @@ PROMPT: Final = "The capital of France is"
 
 
 def run_until_signal(
-    config: ClusterConfig, folders: RunFolders, progress: Progress, self_check: bool, hosts: Hosts | None = None
+    config: ClusterConfig, folders: RunFolders, progress: Progress, self_check: bool, hosts: HostPaths | None = None
 ) -> None:
     """Serve until the first SIGINT, SIGTERM or SIGHUP; more of them change nothing.
 
@@ -36,7 +37,7 @@ def run_until_signal(
 
 
 async def _serve(
-    config: ClusterConfig, folders: RunFolders, progress: Progress, self_check: bool, hosts: Hosts | None
+    config: ClusterConfig, folders: RunFolders, progress: Progress, self_check: bool, hosts: HostPaths | None
 ) -> None:
     stop = asyncio.Event()
     for number in SIGNALS:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from cluster.actors import HostPaths
 from cluster.config import ClusterConfig
 from cluster.folders import run_folders
-from cluster.launcher import Hosts
 from cluster.progress import Progress
 from cluster.serving import run_until_signal
 from cluster.supervisor import supervise
 
-HOSTS = Hosts(worker="stub_hosts:StubWorkerHost", router="stub_hosts:StubRouterHost")
+HOSTS = HostPaths(worker="stub_hosts:StubWorkerHost", router="stub_hosts:StubRouterHost")
 
 
 def main() -> int:

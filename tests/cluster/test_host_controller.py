@@ -16,15 +16,15 @@ from stub_hosts import StubRouterService
 from tandem.v1 import worker_pb2, worker_pb2_grpc
 
 from cluster import host_controller
+from cluster.actors import HostPaths
 from cluster.config import ClusterConfig
 from cluster.host_controller import HostController
-from cluster.launcher import Hosts
 from cluster.progress import Progress
 from cluster.ray_runtime import RayRuntime
 from core.errors import BadRequest
 from core.membership import Role, WorkerRef
 
-STUBS = Hosts(worker="stub_hosts:StubWorkerHost")
+STUBS = HostPaths(worker="stub_hosts:StubWorkerHost")
 TIMEOUT_S = 60.0
 
 
