@@ -32,7 +32,7 @@ class LoadFailurePolicy(StrEnum):
     """What a target does with a hand-off of which a block did not arrive whole."""
 
     RECOMPUTE = "recompute"  # keep what came before the first bad block, compute the rest again
-    FAIL = "fail"  # end it: the request is planned again, or ends with an error if it had its first token
+    FAIL = "fail"  # end it: what is left of the request is planned again
 
 
 class Blocks(Protocol):

@@ -31,8 +31,8 @@ class Dispatcher(Protocol):
     def generate(self, request: GenerateRequest, placement: Placement) -> AsyncGenerator[TokenDelta, None]:
         """Each output position of each choice exactly once, in order; the last delta of each has a finish reason.
 
-        Closing it cancels the request on every worker. Raises what core/errors.py lists: Rejected before any
-        token, WorkerLost and TransferFailed at any time.
+        Closing it cancels the request on every worker. Raises what core/errors.py lists, at any time: also a
+        stream may have to wait for workers, and find none.
         """
         ...
 
