@@ -35,7 +35,7 @@ from typing import Any, Final
 from bench.engine_kernels import DECODE_BATCHES, DECODE_CONTEXT, PREFILL_TOKENS, Floors
 from bench.engines.driver import STREAM_MAX_TOKENS, Settings
 from cluster.folders import cache_folder, default_model_folder
-from engine.cpu.runner import DTYPES
+from engine.dtypes import DTYPES
 from engine.export import export_floats
 from engine.gguf_import import import_default_model
 from engine.model_config import ModelConfig

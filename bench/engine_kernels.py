@@ -35,7 +35,8 @@ from core.request import SamplingParams
 from engine.cpu.build import build_library
 from engine.cpu.library import KernelLibrary
 from engine.cpu.memory import HugeMemory
-from engine.cpu.runner import DTYPES, PAGE_TOKENS, CpuModelRunner
+from engine.cpu.runner import PAGE_TOKENS, CpuModelRunner
+from engine.dtypes import DTYPES
 from engine.gguf_import import import_default_model
 from engine.model_config import ModelConfig
 from engine.step import SampleSpec, SequenceSlice, StepPlan

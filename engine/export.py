@@ -7,15 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-import torch
-
-from core.errors import BadModel, BadRequest
+from core.errors import BadModel
+from engine.dtypes import require_dtype
 from engine.json_file import read_json_object
 from engine.model_config import ModelConfig
 from engine.model_folder import new_folder, write_json, write_tensors
 from engine.weights import read_tensors
 
-DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 COPIED_FILES: Final = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 
 
@@ -24,13 +22,12 @@ def export_floats(source: Path, target: Path, dtype: str, progress: Callable[[st
 
     Raises: BadModel: `source` is damaged or of an unsupported kind, or `target` exists. BadRequest: dtype.
     """
-    if dtype not in DTYPES:
-        raise BadRequest("dtype", f"must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    torch_dtype = require_dtype(dtype)
     if target.exists():
         raise BadModel(f"{target} exists already")
     fields = read_json_object(source / "config.json")
     progress(f"reading {source}")
-    tensors = read_tensors(source, ModelConfig.parse(fields), DTYPES[dtype])
+    tensors = read_tensors(source, ModelConfig.parse(fields), torch_dtype)
     fields.pop("quantization_config", None)
     progress(f"writing {target}")
     with new_folder(target) as folder:

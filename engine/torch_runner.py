@@ -9,9 +9,9 @@ from typing import Final
 import torch
 
 from core.blocks import KvGeometry
-from core.errors import BadRequest
 from engine.attention.backend import AttentionBatch
 from engine.attention.cpu import CpuAttention
+from engine.dtypes import require_dtype
 from engine.model_config import ModelConfig
 from engine.models.arithmetic import CpuArithmetic
 from engine.models.decoder import DecoderModel
@@ -22,7 +22,6 @@ from engine.step import Answer, SequenceSlice, StepPlan
 from engine.weights import load_weights
 
 KV_LAYOUT: Final = "block,layer,key-value,head,token,dim"
-DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class TorchModelRunner:
@@ -38,7 +37,7 @@ class TorchModelRunner:
         self.dtype = dtype
         self.vocab_size = config.vocab_size
         self.max_context_tokens = config.max_context_tokens
-        torch_dtype = _torch_dtype(dtype)
+        torch_dtype = require_dtype(dtype)
         self.geometry = KvGeometry(
             block_size=block_size,
             num_layers=config.num_layers,
@@ -72,7 +71,7 @@ class TorchModelRunner:
         Raises: BadModel: the folder is damaged or of an unsupported kind. BadRequest: dtype or block_size.
         """
         config = ModelConfig.load(folder)
-        weights = load_weights(folder, config, _torch_dtype(dtype), progress)
+        weights = load_weights(folder, config, require_dtype(dtype), progress)
         return TorchModelRunner(DecoderModel(config, weights, CpuArithmetic()), dtype, num_blocks, block_size)
 
     @property
@@ -116,12 +115,6 @@ class TorchModelRunner:
             context_lens=tuple(item.end for item in slices),
             block_tables=tables,
         )
-
-
-def _torch_dtype(name: str) -> torch.dtype:
-    if name not in DTYPES:
-        raise BadRequest("dtype", f"must be one of {', '.join(DTYPES)}, got {name!r}")
-    return DTYPES[name]
 
 
 def _sampled_rows(slices: Sequence[SequenceSlice]) -> torch.Tensor:

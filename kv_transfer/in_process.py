@@ -197,7 +197,6 @@ class InProcessTransport:
 
     def _settle(self, peer: WorkerRef, operation: _Operation) -> None:
         self._in_flight[peer].remove(operation)
-        self._stats.notices_sent += 1
         if operation.source_blocks:
             self._stats.pushes += 1
             self._stats.bytes_pushed += len(operation.source_blocks) * self._pool.block_bytes

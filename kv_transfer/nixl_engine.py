@@ -123,7 +123,7 @@ class NixlEngine:
         except self._library.errors as error:
             self.stats.failed += 1
             raise TransferFailed(f"push to {ref} not posted: {type(error).__name__}: {error}") from error
-        self._post(peer, handle, done, payload_bytes=len(source_blocks) * self._pool.block_bytes, has_notice=True)
+        self._post(peer, handle, done, payload_bytes=len(source_blocks) * self._pool.block_bytes)
 
     def probe(self, ref: WorkerRef, num_bytes: int, done: Completion) -> None:
         """Write `num_bytes` of scratch to the peer's, without a notification; `done` resolves to seconds."""
@@ -136,7 +136,7 @@ class NixlEngine:
             handle = self._agent.initialize_xfer("WRITE", *sides, peer.name)
         except self._library.errors as error:
             raise PeerRefused("agent_metadata", "a registered scratch region", str(error)) from error
-        self._post(peer, handle, done, payload_bytes=0, has_notice=False)
+        self._post(peer, handle, done, payload_bytes=0)
 
     def notify(self, ref: WorkerRef, notice: bytes) -> None:
         """Queue a notice; it leaves with this and the next polls. Raises: WorkerLost."""
@@ -148,7 +148,6 @@ class NixlEngine:
             self._lose(peer)
             self._remove_if_settled(peer)
             raise WorkerLost(ref.worker_id, f"notice: {type(error).__name__}: {error}") from error
-        self.stats.notices_sent += 1
 
     def drop(self, ref: WorkerRef, done: Completion) -> None:
         """Take nothing new for a peer; `done` resolves once nothing is in flight to it and it is forgotten."""
@@ -224,8 +223,8 @@ class NixlEngine:
         for _ in range(_GOODBYE_POLLS if self._peers else 0):
             self._agent.get_new_notifs()
 
-    def _post(self, peer: Peer, handle: Any, done: Completion, payload_bytes: int, has_notice: bool) -> None:
-        operation = Operation(peer, handle, done, payload_bytes, has_notice, time.perf_counter())
+    def _post(self, peer: Peer, handle: Any, done: Completion, payload_bytes: int) -> None:
+        operation = Operation(peer, handle, done, payload_bytes, time.perf_counter())
         peer.num_operations += 1
         if self._is_over(operation, lambda: self._agent.transfer(handle)):
             self._remove_if_settled(peer)
@@ -251,7 +250,7 @@ class NixlEngine:
         self._release(operation)
         operation.peer.num_operations -= 1
         if state == "DONE":
-            self._count(operation, seconds)
+            self._count(operation)
             operation.done.resolve(seconds)
         else:
             self.stats.failed += 1
@@ -259,12 +258,10 @@ class NixlEngine:
             self._lose(operation.peer)
         return True
 
-    def _count(self, operation: Operation, seconds: float) -> None:
-        self.stats.notices_sent += operation.has_notice
+    def _count(self, operation: Operation) -> None:
         if operation.payload_bytes:
             self.stats.pushes += 1
             self.stats.bytes_pushed += operation.payload_bytes
-            self.stats.push_seconds += seconds
 
     def _release(self, operation: Operation) -> None:
         try:

@@ -46,5 +46,4 @@ class Operation:
     handle: Any
     done: Completion
     payload_bytes: int  # of a push; 0 for probes
-    has_notice: bool
     posted_s: float

@@ -11,8 +11,6 @@ class TransportStats:
 
     pushes: int = 0  # settled well, with bytes
     bytes_pushed: int = 0
-    push_seconds: float = 0.0  # post to settled, summed over `pushes`
-    notices_sent: int = 0  # alone or behind a push
     notices_received: int = 0
     failed: int = 0  # pushes and notices that ended in WorkerLost or TransferFailed
     peers_lost: int = 0

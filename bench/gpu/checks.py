@@ -9,7 +9,8 @@ import torch
 
 from bench.gpu.machine import Machine
 from core.request import SamplingParams
-from engine.gpu.runner import DTYPES, GpuModelRunner
+from engine.dtypes import DTYPES
+from engine.gpu.runner import GpuModelRunner
 from engine.step import SampleSpec, SequenceSlice, StepPlan
 from tests.engine.golden import golden_cases
 from tests.engine.gpu.attention_cases import LAYER, MIXED, Heads, batch_of, filled_pool, random_queries

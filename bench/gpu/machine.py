@@ -13,10 +13,11 @@ from typing import Any, Final
 import torch
 
 from engine.attention.paged_triton import triton_attention
+from engine.dtypes import DTYPES
 from engine.gpu.arithmetic import ExactArithmetic, GpuArithmetic
 from engine.gpu.attention import MakeAttention, attention_for
 from engine.gpu.device import CudaDevice, Device, HostDevice
-from engine.gpu.runner import DTYPES, GpuModelRunner
+from engine.gpu.runner import GpuModelRunner
 from engine.model_config import ModelConfig
 from engine.models.arithmetic import CpuArithmetic
 from engine.models.decoder import DecoderModel

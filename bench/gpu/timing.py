@@ -12,8 +12,9 @@ import torch
 
 from bench.gpu.machine import BLOCK_SIZE, Machine
 from core.request import SamplingParams
+from engine.dtypes import DTYPES
 from engine.gpu.device import Device
-from engine.gpu.runner import DTYPES, GpuModelRunner
+from engine.gpu.runner import GpuModelRunner
 from engine.gpu.step_layout import lay_out
 from engine.step import SampleSpec, SequenceSlice, StepPlan
 

@@ -16,15 +16,16 @@ from engine.cpu.build import KernelsUnavailable, build_library
 from engine.cpu.library import Int32Array, KernelEngine, KernelLibrary
 from engine.cpu.memory import HugeMemory
 from engine.cpu.packing import pack_weights, pad_columns
+from engine.dtypes import DTYPES, require_dtype
 from engine.model_config import ModelConfig
 from engine.runner import copy_blocks
 from engine.sampler import draw
+from engine.slice_check import require_covered, require_inside
 from engine.step import Answer, RowSpec, SequenceSlice, StepPlan
 from engine.weights import StoredWeights, load_stored_weights
 
 PAGE_TOKENS: Final = 16
 NUM_LANES: Final = 16
-DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 KV_LAYOUTS: Final = {  # part of the cache identity: what lies where in a block (kernels/kv_pool.h)
     "float32": "block,layer,key-value,head,key:dim-token,value:token-dim",
     "bfloat16": "block,layer,key-value,head,key:dim/2-token-2,value:token/2-dim-2",
@@ -60,11 +61,7 @@ class CpuModelRunner:
             dtype_bytes=DTYPES[dtype].itemsize,
         )
         self.kv_layout = KV_LAYOUTS[dtype]
-        # float32 results do not depend on whether bfloat16 instructions are there.
-        instruction_set = (
-            library.instruction_set.removesuffix("bf16") if dtype == "float32" else library.instruction_set
-        )
-        self.numeric_class = f"cpu-{instruction_set}-{dtype}"
+        self.numeric_class = _numeric_class(library.instruction_set, dtype)
         # Fresh memory is zero, and must be finite: a masked lane multiplies stale contents by 0, and 0 x NaN is NaN.
         self._kv_pool = HugeMemory(num_blocks * self.geometry.block_bytes).tensor(
             (num_blocks, config.num_layers, 2, config.num_kv_heads, block_size * config.head_dim), DTYPES[dtype]
@@ -143,29 +140,18 @@ class CpuModelRunner:
     def _check(self, slices: Sequence[SequenceSlice], token_ids: Int32Array, block_ids: Int32Array) -> None:
         """Raise InvariantBroken where a slice would read or write outside its own blocks, the pool or the tables."""
         for item in slices:
-            if not item.token_ids or item.start < 0:
-                raise InvariantBroken(f"request {item.request_id}: empty slice, or start {item.start} below 0")
-            if len(item.block_table) * PAGE_TOKENS < item.end:
-                raise InvariantBroken(
-                    f"request {item.request_id}: {len(item.block_table)} blocks do not cover {item.end} tokens"
-                )
-            if item.end > self.max_context_tokens:
-                raise InvariantBroken(f"request {item.request_id}: {item.end} tokens exceed the model's context")
+            require_covered(item, PAGE_TOKENS, self.max_context_tokens)
             if item.logit_rows != sorted(item.logit_rows):
                 raise InvariantBroken(f"request {item.request_id}: samples are not in the order of their rows")
-        num_blocks = len(self._kv_pool)
-        if _outside(block_ids, num_blocks):
-            guilty = next(item for item in slices if any(not 0 <= block < num_blocks for block in item.block_table))
-            raise InvariantBroken(f"request {guilty.request_id}: a block id lies outside the pool of {num_blocks}")
-        if _outside(token_ids, self.vocab_size):
-            guilty = next(item for item in slices if any(not 0 <= token < self.vocab_size for token in item.token_ids))
-            raise InvariantBroken(f"request {guilty.request_id}: a token id lies outside the vocabulary")
+        # All at once, which is much faster than one by one; those are asked only to name the guilty one.
+        if _outside(block_ids, len(self._kv_pool)) or _outside(token_ids, self.vocab_size):
+            for item in slices:
+                require_inside(item, PAGE_TOKENS, len(self._kv_pool), self.max_context_tokens, self.vocab_size)
 
 
 def require_supported(config: ModelConfig, dtype: str, block_size: int) -> None:
     """Raise BadRequest or KernelsUnavailable naming what the kernels do not take."""
-    if dtype not in DTYPES:
-        raise BadRequest("dtype", f"must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    require_dtype(dtype)
     if block_size != PAGE_TOKENS:
         raise BadRequest("block_size", f"the CPU kernels need {PAGE_TOKENS}, got {block_size}")
     for name in ("hidden_size", "intermediate_size", "head_dim"):

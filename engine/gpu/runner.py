@@ -24,6 +24,7 @@ from core.blocks import KvGeometry
 from core.errors import BadRequest
 from engine.attention.backend import DeviceBatch
 from engine.attention.paged import KV_LAYOUT
+from engine.dtypes import DTYPES, require_dtype
 from engine.gpu.attention import MakeAttention, attention_for
 from engine.gpu.device import CudaDevice, Device
 from engine.gpu.graphs import DecodeGraphs, StepOutput, compute
@@ -39,7 +40,6 @@ from engine.step import Answer, RowSpec, SequenceSlice, StepPlan
 from engine.weights import ModelWeights, load_weights
 
 EXACT_VARIABLE: Final = "TANDEM_EXACT"
-DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 MAX_GRAPH_SEQUENCES: Final = 256  # larger decode steps are eager: their kernels take longer than their launches
 
 
@@ -113,13 +113,12 @@ class GpuModelRunner:
 
         Raises: BadModel: the folder is damaged or of an unsupported kind. BadRequest: dtype, block_size or a variable.
         """
-        if dtype not in DTYPES:
-            raise BadRequest("dtype", f"must be one of {', '.join(DTYPES)}, got {dtype!r}")
+        torch_dtype = require_dtype(dtype)
         exact = _exact()
         config = ModelConfig.load(folder)
         device = CudaDevice(gpu_index)
         make_attention = attention_for(device, config, dtype, block_size, exact)
-        weights = load_weights(folder, config, DTYPES[dtype], progress)
+        weights = load_weights(folder, config, torch_dtype, progress)
         progress("capturing decode graphs")
         from engine.gpu.arithmetic import ExactArithmetic, GpuArithmetic  # Triton need not be there for other engines
 

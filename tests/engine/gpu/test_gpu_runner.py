@@ -14,8 +14,9 @@ import torch
 
 from core.errors import InvariantBroken
 from core.request import SamplingParams
+from engine.dtypes import DTYPES
 from engine.gpu.device import HostDevice
-from engine.gpu.runner import DTYPES, GpuModelRunner
+from engine.gpu.runner import GpuModelRunner
 from engine.model_config import ModelConfig
 from engine.models.arithmetic import CpuArithmetic
 from engine.step import SampleSpec, SequenceSlice, StepPlan
