@@ -46,8 +46,8 @@ from decode_worker.session import DecodeConfig, DecodeSession
 from engine.loop import EngineLoop, StepReport
 from engine.step import Progress
 from kv_transfer.driver import Outcome, PushReport
+from kv_transfer.membership_codec import encode_info, encode_load
 from kv_transfer.prefix_index import NoPrefixIndex, PrefixIndex, RedisPrefixIndex
-from kv_transfer.stream_codec import encode_info, encode_load
 from prefill_worker.service import PrefillService
 from prefill_worker.session import PrefillConfig, PrefillSession
 from telemetry.logs import log_state

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from tandem.v1 import worker_pb2 as pb
 
 from core.identity import CacheIdentity
-from kv_transfer.stream_codec import decode_ref, encode_ref
+from kv_transfer.membership_codec import decode_ref, encode_ref
 from kv_transfer.transport import PoolDescription
 
 

@@ -15,7 +15,8 @@ from tandem.v1 import worker_pb2_grpc as pb_grpc
 from core.errors import BadRequest
 from core.membership import WorkerInfo
 from core.messages import Answer, Command
-from kv_transfer.stream_codec import decode_answer, encode_command, encode_ref
+from kv_transfer.membership_codec import encode_ref
+from kv_transfer.stream_codec import decode_answer, encode_command
 from telemetry.tasks import Spawn
 
 logger = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from tandem.v1 import inference_pb2, inference_pb2_grpc
 
 from core.errors import BadRequest
 from core.request import Grammar, Placement
-from kv_transfer.stream_codec import encode_logprobs, encode_prompt_logprobs
+from kv_transfer.request_codec import encode_logprobs, encode_prompt_logprobs
 from router.front.constraint import (
     ANY_OBJECT,
     choice_grammar,

@@ -16,7 +16,8 @@ from cluster.router_streams import RouterStreams
 from cluster.worker_service import WorkerServicer
 from core.membership import WorkerLoad, WorkerRef
 from core.messages import CancelRequest
-from kv_transfer.stream_codec import encode_command, encode_ref
+from kv_transfer.membership_codec import encode_ref
+from kv_transfer.stream_codec import encode_command
 from telemetry.tasks import BackgroundTasks
 
 ME = WorkerRef("decode-0", "1")

@@ -12,7 +12,7 @@ from tandem.v1 import inference_pb2, inference_pb2_grpc
 
 from core.errors import BadRequest
 from core.request import MAX_TOP_LOGPROBS, GenerateRequest, PromptLogprobs
-from kv_transfer.stream_codec import encode_prompt_logprobs
+from kv_transfer.request_codec import encode_prompt_logprobs
 from router.front.intake import MAX_PROMPT_LOGPROBS, Draft, Intake, ServedModel
 
 GRPC_DEFAULT_BYTES = 4 << 20

@@ -1,0 +1,72 @@
+"""Workers, as protobuf (proto/tandem/v1/worker.proto)."""
+
+from __future__ import annotations
+
+from tandem.v1 import worker_pb2 as pb
+
+from core.errors import BadRequest
+from core.membership import Role, WorkerInfo, WorkerLoad, WorkerRef
+
+_ROLE_TO_PROTO = {Role.PREFILL: pb.ROLE_PREFILL, Role.DECODE: pb.ROLE_DECODE}
+_ROLE_FROM_PROTO = {value: role for role, value in _ROLE_TO_PROTO.items()}
+
+
+def encode_ref(ref: WorkerRef) -> pb.WorkerRef:
+    return pb.WorkerRef(worker_id=ref.worker_id, incarnation=ref.incarnation)
+
+
+def decode_ref(message: pb.WorkerRef) -> WorkerRef:
+    return WorkerRef(message.worker_id, message.incarnation)
+
+
+def encode_info(info: WorkerInfo) -> pb.WorkerInfo:
+    return pb.WorkerInfo(
+        ref=encode_ref(info.ref),
+        role=_ROLE_TO_PROTO[info.role],
+        address=info.address,
+        identity_digest=info.identity_digest,
+        block_size=info.block_size,
+        block_bytes=info.block_bytes,
+        num_blocks=info.num_blocks,
+        max_context_tokens=info.max_context_tokens,
+        metrics_address=info.metrics_address,
+    )
+
+
+def decode_info(message: pb.WorkerInfo) -> WorkerInfo:
+    """Raises BadRequest: the role is not one we know."""
+    if message.role not in _ROLE_FROM_PROTO:
+        raise BadRequest("worker.role", f"must be prefill or decode, got {message.role}")
+    return WorkerInfo(
+        ref=decode_ref(message.ref),
+        role=_ROLE_FROM_PROTO[message.role],
+        address=message.address,
+        identity_digest=message.identity_digest,
+        block_size=message.block_size,
+        block_bytes=message.block_bytes,
+        num_blocks=message.num_blocks,
+        max_context_tokens=message.max_context_tokens,
+        metrics_address=message.metrics_address,
+    )
+
+
+def encode_load(load: WorkerLoad) -> pb.WorkerLoad:
+    return pb.WorkerLoad(
+        waiting_requests=load.waiting_requests,
+        running_requests=load.running_requests,
+        waiting_tokens=load.waiting_tokens,
+        free_blocks=load.free_blocks,
+        used_blocks=load.used_blocks,
+        quarantined_blocks=load.quarantined_blocks,
+    )
+
+
+def decode_load(message: pb.WorkerLoad) -> WorkerLoad:
+    return WorkerLoad(
+        waiting_requests=message.waiting_requests,
+        running_requests=message.running_requests,
+        waiting_tokens=message.waiting_tokens,
+        free_blocks=message.free_blocks,
+        used_blocks=message.used_blocks,
+        quarantined_blocks=message.quarantined_blocks,
+    )
