@@ -61,7 +61,7 @@ stubs:
 	buf breaking --against '.git#ref=HEAD'
 
 unit:
-	python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
+	python -m pytest -n 2 --no-loadscope-reorder
 
 clean: ## remove what was built; the cache of models stays
 	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+from xdist.remote import Producer
+from xdist.scheduler import LoadScopeScheduling
 
 from cluster.folders import default_model_folder
 
@@ -16,15 +17,23 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # Before Triton is first imported, by whatever test: its kernels run on a CPU. tests/gpu needs 0.
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
-SHARED_CLUSTERS = frozenset({"pair", "two_prefills"})
+OWN_CLUSTERS = ("test_faults", "test_hosts", "test_loopback", "test_other_clusters")
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
-def pytest_collection_modifyitems(items: Iterable[pytest.Function]) -> None:
-    """What shares costly fixtures runs in one process: several acceptance tests a cluster, a file its models."""
-    for item in items:
-        shares_cluster = SHARED_CLUSTERS.intersection(item.fixturenames)
-        item.add_marker(pytest.mark.xdist_group("shared clusters" if shares_cluster else item.path.name))
+class ByFile(LoadScopeScheduling):
+    """What shares costly fixtures runs in one process: a file its models, most acceptance tests two clusters.
+
+    pytest-xdist's own groups are not read by this version of pytest.
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = Path(nodeid.partition("::")[0])
+        shares = file.parent.name == "acceptance" and file.stem not in OWN_CLUSTERS
+        return "shared clusters" if shares else str(file)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ByFile:
+    return ByFile(config, log)
 
 
 @pytest.fixture(scope="session")

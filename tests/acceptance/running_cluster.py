@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,6 +19,7 @@ import grpc
 from tandem.v1 import worker_pb2, worker_pb2_grpc
 
 from engine.cpu.build import cache_folder as kernel_cache
+from tests.free_ports import free_ports
 
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 40.0
@@ -140,14 +140,6 @@ def explain(cache: Path) -> str:
     """The tails of all logs of a run."""
     logs = [cache / "up.log", *sorted(cache.glob("run/*/logs/*.log"))]
     return "\n".join(f"--- {log.name}\n{log.read_text(errors='replace')[-3000:]}" for log in logs if log.exists())
-
-
-def free_ports(count: int) -> list[int]:
-    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [probe.getsockname()[1] for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
 
 
 def pid_listening_on(port: int) -> int:

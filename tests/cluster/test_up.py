@@ -14,20 +14,13 @@ from pathlib import Path
 import pytest
 
 from cluster import processes
+from tests.free_ports import free_ports
 
 SCRIPT = Path(__file__).with_name("stub_cluster.py")
 PARITY = "parity: aggregated == disaggregated (96/96 tokens), KV moved 0.0 MiB by NIXL/cma, 0 orphaned blocks"
 RAY_FOLDER = r"/tmp/tandem-ray-\w+"
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 30.0
-
-
-def free_ports(count: int) -> list[int]:
-    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [probe.getsockname()[1] for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
 
 
 def log_names(cache: Path) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import time
 import urllib.error
@@ -34,15 +33,9 @@ from telemetry.metrics import (
 from tests.deploy.chart import CHART
 from tests.deploy.serving import serving
 from tests.deploy.tools import prometheus_tool
+from tests.free_ports import free_ports
 
 TIMEOUT_S: Final = 60.0
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def router_app() -> web.Application:
@@ -116,7 +109,7 @@ def running(folder: Path, ports: Mapping[str, int]) -> Iterator[int]:
         "rule_files": [str(CHART / "observability" / "rules.yaml")],
         "scrape_configs": [{"job_name": "tandem", "static_configs": targets}],
     }
-    file, port = folder / "prometheus.yaml", free_port()
+    file, port = folder / "prometheus.yaml", free_ports(1)[0]
     file.write_text(yaml.safe_dump(settings))
     command = [prometheus_tool("prometheus"), f"--config.file={file}", f"--storage.tsdb.path={folder / 'data'}"]
     command.append(f"--web.listen-address=127.0.0.1:{port}")
