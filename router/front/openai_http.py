@@ -24,7 +24,8 @@ from router.front.generation import Front, TextDelta
 from router.front.intake import MODEL_NOT_FOUND
 from router.front.meter import Endpoint, Meter
 from router.front.openai_format import DONE_FRAME, Answer, ChatShape, CompletionShape, Shape, frame, model_object
-from router.front.openai_schema import BODY, Body, ChatBody, CompletionBody, parse_body
+from router.front.openai_parse import BODY, parse_body
+from router.front.openai_schema import Body, ChatBody, CompletionBody
 from router.front.readiness import Readiness
 from router.front.whole import WholeOutput, best_of
 

@@ -3,10 +3,9 @@ refused by its name, never ignored."""
 
 from __future__ import annotations
 
-import json
-from typing import Annotated, Any, Final, Literal, TypeVar
+from typing import Annotated, Any, Final, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationError
+from pydantic import BeforeValidator, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
 from core.errors import BadRequest
@@ -15,16 +14,8 @@ from router.front.intake import ChatMessage, Draft, Prompt
 from router.front.openai_constraint import Constraints
 from router.front.strict import Strict, Text
 
-BODY: Final = "body"
-# pydantic puts a union's tag, and "[key]" where a map's key is wrong, into the path; callers never wrote them.
-_TAGS: Final = frozenset({"<text>", "<list>", "[key]"})
 MAX_COMPLETION_LOGPROBS: Final = 5
 MAX_TOKEN_ID_DIGITS: Final = 10
-_MESSAGES: Final = {
-    "extra_forbidden": "is not a known field",
-    "missing": "is required",
-    "union_tag_not_found": "must be a string or a list",
-}
 
 
 def _only(*allowed: object) -> BeforeValidator:
@@ -40,7 +31,7 @@ def _only(*allowed: object) -> BeforeValidator:
 
 
 def _text_or_list(value: Any) -> str | None:
-    """Which branch of a union to check, so that an error names one path; see _TAGS."""
+    """Which branch of a union to check, so that an error names one path."""
     return "<text>" if isinstance(value, str) else "<list>" if isinstance(value, list) else None
 
 
@@ -315,40 +306,3 @@ class CompletionBody(Body):
             raise BadRequest("best_of", f"must be at least n = {self.num_returned}, got {self.num_generated}")
         if self.streamed and self.num_generated > self.num_returned:
             raise BadRequest("best_of", "above n is allowed only without stream: which are best is known at the end")
-
-
-BodyType = TypeVar("BodyType", bound=Body)
-
-
-def parse_body(raw: bytes, kind: type[BodyType]) -> BodyType:
-    """Read a request body. Raises: BadRequest: naming the field, or `body` when it is not JSON at all."""
-    fields = _decode(raw)
-    try:
-        body = kind.model_validate(fields)
-    except ValidationError as error:
-        raise _bad_request(error) from error
-    body.require_consistent()
-    return body
-
-
-def _decode(raw: bytes) -> dict[str, Any]:
-    try:
-        value = json.loads(raw.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise BadRequest(BODY, f"is not UTF-8 at byte {error.start}") from error
-    except json.JSONDecodeError as error:
-        raise BadRequest(BODY, f"is not JSON: {error.msg} at line {error.lineno} column {error.colno}") from error
-    except (RecursionError, ValueError) as error:
-        raise BadRequest(BODY, "nests too deep or holds a number with too many digits") from error
-    if not isinstance(value, dict):
-        raise BadRequest(BODY, "must be a JSON object")
-    return value
-
-
-def _bad_request(error: ValidationError) -> BadRequest:
-    """The first complaint, under the path that the caller would use."""
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    path = [str(part) for part in first["loc"] if part not in _TAGS]
-    message = _MESSAGES.get(first["type"], first["msg"])
-    code = "unsupported_value" if first["type"] == "not_supported" else None
-    return BadRequest(".".join(path) or BODY, message, code)

@@ -1,0 +1,57 @@
+"""Reads the bytes of an OpenAI request. What is wrong is named by the path that the caller would use."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Final, TypeVar
+
+from pydantic import ValidationError
+
+from core.errors import BadRequest
+from router.front.openai_schema import Body
+
+BODY: Final = "body"
+# pydantic puts a union's tag (of openai_schema.py), and "[key]" where a map's key is wrong, into the path: no caller
+# wrote them.
+_TAGS: Final = frozenset({"<text>", "<list>", "[key]"})
+_MESSAGES: Final = {
+    "extra_forbidden": "is not a known field",
+    "missing": "is required",
+    "union_tag_not_found": "must be a string or a list",
+}
+
+BodyType = TypeVar("BodyType", bound=Body)
+
+
+def parse_body(raw: bytes, kind: type[BodyType]) -> BodyType:
+    """Read a request body. Raises: BadRequest: naming the field, or `body` when it is not JSON at all."""
+    fields = _decode(raw)
+    try:
+        body = kind.model_validate(fields)
+    except ValidationError as error:
+        raise _bad_request(error) from error
+    body.require_consistent()
+    return body
+
+
+def _decode(raw: bytes) -> dict[str, Any]:
+    try:
+        value = json.loads(raw.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise BadRequest(BODY, f"is not UTF-8 at byte {error.start}") from error
+    except json.JSONDecodeError as error:
+        raise BadRequest(BODY, f"is not JSON: {error.msg} at line {error.lineno} column {error.colno}") from error
+    except (RecursionError, ValueError) as error:
+        raise BadRequest(BODY, "nests too deep or holds a number with too many digits") from error
+    if not isinstance(value, dict):
+        raise BadRequest(BODY, "must be a JSON object")
+    return value
+
+
+def _bad_request(error: ValidationError) -> BadRequest:
+    """The first complaint, under the path that the caller would use."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    path = [str(part) for part in first["loc"] if part not in _TAGS]
+    message = _MESSAGES.get(first["type"], first["msg"])
+    code = "unsupported_value" if first["type"] == "not_supported" else None
+    return BadRequest(".".join(path) or BODY, message, code)
