@@ -30,7 +30,8 @@ from kv_transfer.faults import TransportFaults
 from kv_transfer.transport import PoolDescription
 from router.dispatcher import Deliver, Dispatcher, DispatcherConfig, Effect, Fail, Send
 from router.view import ClusterView
-from tests.simulation.cluster_world import Client, undisturbed
+from tests.simulation.chained_kv import undisturbed
+from tests.simulation.world_client import Client
 
 ROOT = Path(__file__).resolve().parents[2]
 PLACES = {"p0": Role.PREFILL, "p1": Role.PREFILL, "d0": Role.DECODE, "d1": Role.DECODE}

@@ -48,7 +48,7 @@ from kv_transfer.transport import PoolDescription
 from prefill_worker.service import PrefillService
 from prefill_worker.session import PrefillConfig, PrefillSession
 from telemetry.tasks import BackgroundTasks
-from tests.simulation.cluster_world import BLOCK_SIZE, LIMITS, NUM_BLOCKS, ChainMemory, WriteIntoForeignBlock
+from tests.simulation.chained_kv import BLOCK_SIZE, LIMITS, NUM_BLOCKS, ChainMemory, WriteIntoForeignBlock
 from tests.simulation.planted_bugs import PLANTS
 
 BLOCK_BYTES = 16 << 10

@@ -21,8 +21,9 @@ from kv_transfer.source import SourceSide
 from prefill_worker.session import PrefillSession
 from router.dispatcher import Dispatcher
 from router.flow import Leg
-from tests.simulation.cluster_world import NO_FAULTS, Client, Faults, World
+from tests.simulation.cluster_world import NO_FAULTS, Faults, World
 from tests.simulation.planted_bugs import free_before_quiet
+from tests.simulation.world_client import Client
 
 NUM_SEEDS = 120
 NUM_REQUESTS = 25

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.simulation import cluster_world, handoff_world
+from tests.simulation import chained_kv, handoff_world
 from tests.simulation.planted_bugs import PLANTS
 from tests.simulation.real_soak import Broken, soak
 from tests.simulation.soak import walk_all
@@ -28,6 +28,6 @@ async def test_a_soak_over_nixl_finds_pages_that_are_freed_too_early() -> None:
 def test_a_soak_on_virtual_time_finds_each_planted_bug(plant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     walk_all(0, 2)
     PLANTS[plant](monkeypatch.setattr)
-    with pytest.raises((cluster_world.WriteIntoForeignBlock, handoff_world.WriteIntoForeignBlock)) as found:
+    with pytest.raises((chained_kv.WriteIntoForeignBlock, handoff_world.WriteIntoForeignBlock)) as found:
         walk_all(0, 100)
     assert any("--first-seed" in note for note in found.value.__notes__)
