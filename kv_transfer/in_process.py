@@ -23,6 +23,7 @@ from kv_transfer.transport import LostHandler, NoticeHandler, PeerLink, PoolDesc
 
 TRANSPORT_NAME: Final = "in-process"
 TRANSPORT_VERSION: Final = "1"
+DROP_TIMEOUT_S: Final = 2.0
 
 
 @dataclass(slots=True, eq=False)
@@ -90,12 +91,10 @@ class InProcessTransport:
         ref: WorkerRef,
         identity: CacheIdentity,
         pool: MemoryPool,
-        drop_timeout_s: float = 2.0,
     ) -> None:
         self.ref = ref
         self._network = network
         self._pool = pool
-        self._drop_timeout_s = drop_timeout_s
         self._peers: dict[WorkerRef, MemoryPool] = {}
         self._in_flight: dict[WorkerRef, list[_Operation]] = {}
         self._on_notice: NoticeHandler | None = None
@@ -160,10 +159,10 @@ class InProcessTransport:
         await self.push(peer, (), (), notice)  # like NIXL's, does not wait for the arrival
 
     async def drop(self, peer: WorkerRef) -> None:
-        """Raises: TransferFailed: operations to a frozen peer have not settled within `drop_timeout_s`."""
+        """Raises: TransferFailed: operations to a frozen peer have not settled within DROP_TIMEOUT_S."""
         self._peers.pop(peer, None)
         waiting = [operation.settled for operation in self._in_flight.get(peer, ())]
-        if waiting and (await asyncio.wait(waiting, timeout=self._drop_timeout_s))[1]:
+        if waiting and (await asyncio.wait(waiting, timeout=DROP_TIMEOUT_S))[1]:
             raise TransferFailed(f"operations to {peer} have not settled; its pages stay locked")
 
     async def close(self) -> None:

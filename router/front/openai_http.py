@@ -43,9 +43,9 @@ STREAM_HEADERS: Final = {
 }
 
 
-def build_http_app(front: Front, readiness: Readiness, max_body_bytes: int = MAX_BODY_BYTES) -> web.Application:
+def build_http_app(front: Front, readiness: Readiness) -> web.Application:
     """The application with all its routes; serve it with `build_http_runner`."""
-    app = web.Application(client_max_size=max_body_bytes, middlewares=[_answer_errors_as_json(front)])
+    app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_answer_errors_as_json(front)])
     endpoints = OpenAiEndpoints(front, readiness)
     app.router.add_post("/v1/chat/completions", endpoints.chat)
     app.router.add_post("/v1/completions", endpoints.completions)
