@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -127,13 +128,27 @@ def _add_namespace(name: str, address: str, hub: str, end: str) -> None:
 def _delete(prefix: str) -> None:
     """Every namespace of ours; with the bridge's goes our own end of its cable."""
     ours = [line.split()[0] for line in ip("netns", "list").splitlines() if line.startswith(f"{prefix}-")]
-    left = {name: pids for name in ours if (pids := ip("netns", "pids", name).split())}
+    deadline_s = time.monotonic() + END_TIMEOUT_S
+    # Killed with their host, of which the kernel takes the last ones apart after their parent is gone.
+    while (left := _processes(ours)) and time.monotonic() < deadline_s:
+        time.sleep(0.05)
     for name in ours:
         ip("netns", "delete", name)
     with contextlib.suppress(OSError):
         RAY_FOLDER.rmdir()  # unless it was there before
     assert not left, f"processes outlived their host: {left}"
     wait_until(lambda: not Path(f"/sys/class/net/{prefix}").exists(), 10.0)
+
+
+def _processes(namespaces: list[str]) -> dict[str, list[str]]:
+    """The command of each process, by namespace."""
+    found: dict[str, list[str]] = {}
+    for name in namespaces:
+        for pid in ip("netns", "pids", name).split():
+            with contextlib.suppress(OSError):
+                command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                found.setdefault(name, []).append(f"{pid} {command[:100]}")
+    return found
 
 
 def _child_of(pid: int) -> int:
