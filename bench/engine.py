@@ -34,6 +34,7 @@ from typing import Any, Final
 
 from bench.engine_kernels import DECODE_BATCHES, DECODE_CONTEXT, PREFILL_TOKENS, Floors
 from bench.engines.driver import STREAM_MAX_TOKENS, Settings
+from bench.process_memory import process_tree, status_bytes
 from cluster.folders import cache_folder, default_model_folder
 from engine.dtypes import DTYPES
 from engine.export import export_floats
@@ -106,10 +107,10 @@ class Driver:
 
     def peak_bytes(self) -> int:
         """Most memory that the process and its children held, together, since the start or `forget_peak`."""
-        return sum(_status_bytes(pid, "VmHWM") for pid in _tree(self._process.pid))
+        return sum(status_bytes(pid, "VmHWM") for pid in process_tree(self._process.pid))
 
     def forget_peak(self) -> None:
-        for pid in _tree(self._process.pid):
+        for pid in process_tree(self._process.pid):
             Path(f"/proc/{pid}/clear_refs").write_text("5")
 
     def stop(self) -> None:
@@ -120,17 +121,6 @@ class Driver:
         except (BrokenPipeError, subprocess.TimeoutExpired):
             self._process.kill()
             self._process.wait()
-
-
-def _tree(pid: int) -> Iterator[int]:
-    yield pid
-    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-        yield from _tree(int(child))
-
-
-def _status_bytes(pid: int, key: str) -> int:
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return next((int(line.split()[1]) << 10 for line in lines if line.startswith(f"{key}:")), 0)
 
 
 class Match:

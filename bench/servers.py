@@ -11,13 +11,13 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Final
 
 from bench.engine import TCMALLOC
+from bench.process_memory import process_tree, status_bytes
 
 START_LIMIT_S: Final = 300.0  # vLLM compiles its graph when it loads
 STOP_LIMIT_S: Final = 60.0
@@ -89,7 +89,7 @@ class RunningServer:
 
     def rss_bytes(self) -> int:
         """What it and all below it hold now; pages that processes share count in each."""
-        return sum(_rss_bytes(pid) for pid in _tree(self._process.pid))
+        return sum(status_bytes(pid, "VmRSS") for pid in process_tree(self._process.pid))
 
     def _wait_until_healthy(self) -> None:
         deadline_s = time.monotonic() + START_LIMIT_S
@@ -116,18 +116,3 @@ def free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
-
-
-def _tree(pid: int) -> Iterator[int]:
-    yield pid
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in task.read_text().split():
-            yield from _tree(int(child))
-
-
-def _rss_bytes(pid: int) -> int:
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    except FileNotFoundError:
-        return 0
-    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("VmRSS:")), 0)

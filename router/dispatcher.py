@@ -207,7 +207,7 @@ class Dispatcher:
         self._attempts[attempt_id] = leg
         num_tokens = leg.request.num_given_tokens
         self._view.assign(plan.decode, num_tokens)
-        self._view.prefills(plan.prefill or plan.decode).begin(num_tokens)
+        self._view.prefills(plan.prefiller).begin(num_tokens)
         leg.prefill_open, leg.prefill_begun_s = True, now
         planned = Planned(flow.request.request_id, flow.num_plans, attempt_id, plan, now - flow.arrived_s)
         if plan.prefill is None:
@@ -331,6 +331,6 @@ class Dispatcher:
         if not leg.prefill_open or leg.plan is None:
             return
         leg.prefill_open = False
-        self._view.prefills(leg.plan.prefill or leg.plan.decode).end(leg.request.num_given_tokens)
+        self._view.prefills(leg.plan.prefiller).end(leg.request.num_given_tokens)
         if leg.plan.prefill is not None:
             self._view.unassign(leg.plan.prefill, leg.request.num_given_tokens)

@@ -33,6 +33,11 @@ class Plan:
     reason: PlanReason
     scores: tuple[tuple[WorkerRef, float], ...]
 
+    @property
+    def prefiller(self) -> WorkerRef:
+        """Who computes the prompt."""
+        return self.prefill or self.decode
+
 
 def choose(request: GenerateRequest, placement: Placement, view: ClusterView, local_prefill_cost: float) -> Plan | None:
     """The workers for a request, or None when the roles that it needs are not ready.

@@ -43,7 +43,8 @@ class PrefillQueue:
 
 def remote_pays(prompt_tokens: int, remote: PrefillQueue, local: PrefillQueue, local_cost: float) -> bool:
     """local_cost: seconds of waiting for a prefill worker that one second of prefill on a decode worker is worth."""
-    fallback = remote.seconds_per_token or local.seconds_per_token or 1.0
-    remote_s = (remote.num_tokens + prompt_tokens) * (remote.seconds_per_token or fallback)
-    local_s = (local.num_tokens + prompt_tokens) * (local.seconds_per_token or fallback)
+    remote_pace = remote.seconds_per_token or local.seconds_per_token or 1.0
+    local_pace = local.seconds_per_token or remote_pace
+    remote_s = (remote.num_tokens + prompt_tokens) * remote_pace
+    local_s = (local.num_tokens + prompt_tokens) * local_pace
     return remote_s <= local_cost * local_s
