@@ -4,21 +4,22 @@ On our own host /proc says so. On another host we ask there, by a task that Ray 
 lost that host nobody can look: its worker may be cut off, alive, with a write on its way. What bounds such a write is
 its TCP connection. The kernel of the side that opened it gives it up after 16 s without a sign of the other (UCX's
 keep-alive) or 20 s with data under way (UCX_TCP_USER_TIMEOUT), even while its process is frozen, and then
-the other side's data is refused; a new connection takes a handshake. A worker whose network works is known to the
-router. So it is dead once Ray has lost its host and the router has not known it for UNHEARD_S without a gap.
+the other side's data is refused; a new connection takes a handshake. A worker whose network works is known to a
+router. So it is dead once Ray has lost its host and no router has known it for UNHEARD_S without a gap.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from cluster import processes
 from cluster.processes import Process
 from cluster.ray_runtime import ActorError, ActorLost, RayRuntime
+from cluster.routers import look_up
 from cluster.status_client import RouterUnreachable, fetch_status
 from core.membership import WorkerRef
 
@@ -45,11 +46,11 @@ async def bury_here(_ref: WorkerRef, location: Location) -> None:
 
 
 class HostBurial:
-    """On any host of a Ray that was joined."""
+    """On any host of a Ray that was joined. `routers`: their registries, as cluster.routers takes them."""
 
-    def __init__(self, ray: RayRuntime, registry_address: str) -> None:
+    def __init__(self, ray: RayRuntime, routers: Sequence[str]) -> None:
         self._ray = ray
-        self._registry_address = registry_address
+        self._routers = routers
 
     async def bury(self, ref: WorkerRef, location: Location) -> None:
         """Ends it where it is, or waits until a host that is lost can be no danger any more."""
@@ -71,12 +72,14 @@ class HostBurial:
             await asyncio.sleep(ASK_EVERY_S)
 
     async def _may_be_heard(self, ref: WorkerRef) -> bool:
-        """Whether the router is linked to this life; while it does not answer, it may be."""
+        """Whether a router is linked to this life; while one does not answer, it may be."""
         try:
-            status = await fetch_status(self._registry_address)
-        except RouterUnreachable:
+            addresses = [address for name in self._routers for address in await look_up(name)]
+            statuses = [await fetch_status(address) for address in addresses]
+        except (RouterUnreachable, OSError, TimeoutError):
             return True
-        return any(WorkerRef(it.worker.ref.worker_id, it.worker.ref.incarnation) == ref for it in status.workers)
+        known = [item.worker.ref for status in statuses for item in status.workers]
+        return any(WorkerRef(it.worker_id, it.incarnation) == ref for it in known)
 
 
 def _end_there(process: Process) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,12 +15,15 @@ from router.dispatcher import DispatcherConfig
 
 DTYPES: Final = ("float32", "bfloat16")
 MAX_WORKERS_PER_ROLE: Final = 64
+MAX_ROUTERS: Final = 16
+ROUTER_PORT_STEP: Final = 10  # the default ports of one router lie side by side
 OWN_ADDRESS: Final = "auto"
+PORTS: Final = ("http_port", "grpc_port", "registry_port")
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterConfig:
-    """One cluster: a router, prefill workers and decode workers; on this machine unless `ray_address` says where."""
+    """One cluster: routers, prefill workers and decode workers; on this machine unless `ray_address` says where."""
 
     model_folder: Path
     """Folder in Hugging Face form: config.json, tokenizer.json, *.safetensors."""
@@ -32,6 +35,8 @@ class ClusterConfig:
     """Decode workers."""
     aggregated: bool = False
     """No prefill workers: each decode worker prefills its own requests."""
+    num_routers: int = 1
+    """Routers that `tandem up` starts: router i listens on each port below plus 10 i."""
     http_host: str = "127.0.0.1"
     """Where the OpenAI-compatible HTTP front listens."""
     http_port: int = 8000
@@ -45,7 +50,8 @@ class ClusterConfig:
     registry_port: int = 50052
     """0: any free port."""
     router_host: str = ""
-    """Name or address at which workers and their controller reach the registry; empty: `registry_host`."""
+    """Name at which workers and their controller reach the registries, one router behind each address that it resolves
+    to; empty: `registry_host`."""
     ray_address: str = ""
     """host:port of a Ray that runs on several hosts, for `tandem controller`; `tandem up` starts one of its own."""
     worker_host: str = "127.0.0.1"
@@ -97,13 +103,15 @@ class ClusterConfig:
     def __post_init__(self) -> None:
         _require_range("num_prefill", self.num_prefill, 0 if self.aggregated else 1, MAX_WORKERS_PER_ROLE)
         _require_range("num_decode", self.num_decode, 1, MAX_WORKERS_PER_ROLE)
+        _require_range("num_routers", self.num_routers, 1, MAX_ROUTERS)
         taken: dict[int, str] = {}
-        for name in ("http_port", "grpc_port", "registry_port"):
-            port = getattr(self, name)
-            _require_range(name, port, 0, 65535)
-            if port and port in taken:
-                raise BadRequest(name, f"must differ from {taken[port]}, both are {port}")
-            taken[port] = name
+        for name in PORTS:
+            first_port = getattr(self, name)
+            _require_range(name, first_port, 0, 65535 - ROUTER_PORT_STEP * (self.num_routers - 1))
+            for port in self.router_ports(name) if first_port else ():
+                if port in taken:
+                    raise BadRequest(name, f"must differ from {taken[port]}, both are {port}")
+                taken[port] = name
         for name in ("http_host", "grpc_host", "registry_host", "controller_health_host"):
             if not getattr(self, name):
                 raise BadRequest(name, "must not be empty")
@@ -129,9 +137,20 @@ class ClusterConfig:
         return f"{self.grpc_host}:{self.grpc_port}"
 
     @property
-    def registry_address(self) -> str:
-        """host:port of the router, for workers and their keeper."""
-        return f"{self.router_host or self.registry_host}:{self.registry_port}"
+    def registry_addresses(self) -> tuple[str, ...]:
+        """host:port of each router, or one that resolves to all, for workers and their keeper."""
+        host = self.router_host or self.registry_host
+        return tuple(f"{host}:{port}" for port in self.router_ports("registry_port"))
+
+    def router_ports(self, name: str) -> range:
+        """One for each router: of `http_port`, `grpc_port` or `registry_port`."""
+        first_port = getattr(self, name)
+        return range(first_port, first_port + ROUTER_PORT_STEP * self.num_routers, ROUTER_PORT_STEP)
+
+    def of_router(self, index: int) -> ClusterConfig:
+        """The same, with the ports of one router alone."""
+        http_port, grpc_port, registry_port = (self.router_ports(name)[index] for name in PORTS)
+        return replace(self, num_routers=1, http_port=http_port, grpc_port=grpc_port, registry_port=registry_port)
 
     @property
     def roles(self) -> tuple[tuple[str, Role], ...]:
@@ -155,8 +174,8 @@ class WorkerConfig:
     """What it does."""
     model_folder: Path
     """As in ClusterConfig."""
-    router_address: str
-    """host:port of the router's gRPC server, for Announce."""
+    router_addresses: tuple[str, ...]
+    """host:port of each router's registry, or names that resolve to them, for Announce."""
     dtype: str = "float32"
     """As in ClusterConfig."""
     num_blocks: int = 1024
@@ -191,7 +210,7 @@ class WorkerConfig:
     """Life of a hand-off lease without renewal."""
 
     def __post_init__(self) -> None:
-        for name in ("worker_id", "incarnation", "router_address"):
+        for name in ("worker_id", "incarnation", "router_addresses"):
             if not getattr(self, name):
                 raise BadRequest(name, "must not be empty")
         if self.cpu_core is not None:

@@ -3,14 +3,13 @@
 1. Answer probes; join Ray; end what an earlier controller left, since nobody watches it.
 2. Start each wanted worker on a host that has its role's custom resource free, and replace what dies. A host that is
    not there yet, or not any more, shows as a worker that does not start: it is tried again.
-3. Tell the router who died; a router that starts anew hears of the old deaths too.
+3. Tell every router who died; a router that starts anew hears of the old deaths too.
 4. Stop: drain the workers, end them, leave Ray.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from random import SystemRandom
 from typing import Final
 
@@ -24,12 +23,10 @@ from cluster.death_notices import DeathNotices
 from cluster.fleet import Event, Fleet, StartFailed, StartWorker, WorkerDied, WorkerStarted
 from cluster.progress import Progress
 from cluster.ray_runtime import STOP_TIMEOUT_S, Actor, RayRuntime
-from cluster.status_client import RouterUnreachable, fetch_status, report_death
 from core.errors import BadRequest
 from core.membership import Role, WorkerInfo, WorkerRef
 
 RESOURCES: Final = {Role.PREFILL: "tandem_prefill", Role.DECODE: "tandem_decode"}
-ROUTER_POLL_S: Final = 1.0
 LOCATE_TIMEOUT_S: Final = 10.0
 
 
@@ -41,8 +38,8 @@ class HostController:
         self._progress = progress
         self._hosts = hosts or HostPaths()
         self._ray = RayRuntime.joined(config.ray_address)
-        self._burial = HostBurial(self._ray, config.registry_address)
-        self._deaths = DeathNotices(lambda ref: report_death(config.registry_address, ref))
+        self._burial = HostBurial(self._ray, config.registry_addresses)
+        self._deaths = DeathNotices(config.registry_addresses)
         fleet = Fleet(config.roles, SystemRandom())
         self._controller = Controller(fleet, self._spawn, config, self._heard, self._burial.bury, self._deaths.died)
         self._keeping = False
@@ -78,7 +75,7 @@ class HostController:
             await self._ray.start(self._config.start_timeout_s)
         leftovers = self._ray.actors()
         async with asyncio.TaskGroup() as works:
-            for work in (self._controller.run(), self._deaths.run(), self._watch_router()):
+            for work in (self._controller.run(), self._deaths.run()):
                 works.create_task(work)
             for name, actor in leftovers.items():
                 works.create_task(self._end_leftover(WorkerRef.parse(name), actor))
@@ -95,23 +92,12 @@ class HostController:
         await self._burial.bury(ref, location)
         await self._deaths.died(ref)
 
-    async def _watch_router(self) -> None:
-        """A router that starts anew has heard of no death."""
-        known = ""
-        while True:
-            with contextlib.suppress(RouterUnreachable):
-                router_id = (await fetch_status(self._config.registry_address)).router_id
-                if router_id != known:
-                    known = router_id
-                    self._deaths.router_started()
-            await asyncio.sleep(ROUTER_POLL_S)
-
     def _spawn(self, order: StartWorker) -> tuple[Actor, WorkerConfig]:
         ref, config = order.ref, self._config
         resource = RESOURCES[order.role]
         actor = self._ray.create(WorkerActor, str(ref), self._hosts.worker, ref.worker_id, None, resource=resource)
         return actor, worker_config(
-            config, ref.worker_id, ref.incarnation, order.role, router_address=config.registry_address
+            config, ref.worker_id, ref.incarnation, order.role, router_addresses=config.registry_addresses
         )
 
     def _heard(self, event: Event) -> None:

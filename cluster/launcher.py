@@ -1,10 +1,10 @@
 """One cluster on this machine, from nothing to nothing.
 
 1. Valkey (unless a Redis is given) and Ray start side by side.
-2. The router and all workers start side by side, each in a process of its own; the workers announce themselves.
-3. The router sees every worker, and every prefill worker is connected to every decode worker.
+2. The routers and all workers start side by side, each in a process of its own; the workers announce themselves.
+3. Each router sees every worker, and every prefill worker is connected to every decode worker.
 4. `after_start` (the self check) runs; then we serve, and replace what dies, until a stop is asked for.
-5. Drain, end workers, router, Ray, Valkey; no process below us is left.
+5. Drain, end workers, routers, Ray, Valkey; no process below us is left.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import asyncio
 import os
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from random import SystemRandom
 from typing import Any, Final
@@ -28,7 +29,7 @@ from cluster.folders import RunFolders
 from cluster.progress import Progress
 from cluster.ray_runtime import STOP_TIMEOUT_S, Actor, RayRuntime
 from cluster.router_keeper import RouterKeeper
-from cluster.status_client import RouterUnreachable, fetch_status, missing, report_death
+from cluster.status_client import RouterUnreachable, fetch_status, missing
 from cluster.valkey import EmbeddedValkey
 from core.errors import TandemError
 from router.config import RouterConfig
@@ -53,12 +54,15 @@ class Launcher:
         self._logs = folders.logs
         self._progress = progress
         self._hosts = hosts or HostPaths()
-        self._ray = RayRuntime.private(len(config.roles) + 1, folders.ray)
+        self._ray = RayRuntime.private(len(config.roles) + config.num_routers, folders.ray)
         self._valkey: EmbeddedValkey | None = None
         fleet = Fleet(config.roles, SystemRandom())
-        self._deaths = DeathNotices(lambda ref: report_death(self._config.registry_address, ref))
+        self._deaths = DeathNotices(config.registry_addresses)
         self._controller = Controller(fleet, self._spawn_worker, config, self._heard, bury_here, self._deaths.died)
-        self._router = RouterKeeper(self._spawn_router, config, progress.say, self._deaths.router_started)
+        self._routers = [
+            RouterKeeper(name, partial(self._spawn_router, index, name), config, progress.say)
+            for index, name in enumerate(_router_names(config.num_routers))
+        ]
         self._started = asyncio.Event()
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._background: list[asyncio.Task[None]] = []
@@ -95,13 +99,15 @@ class Launcher:
         async with self._progress.step("starting Ray" + ("" if self._config.redis_url else " and Valkey")):
             await asyncio.gather(self._ray.start(RAY_START_TIMEOUT_S), self._start_valkey())
         names = ", ".join(worker_id for worker_id, _ in self._config.roles)
-        async with self._progress.step(f"starting the router, loading weights into {names}"):
-            self._keep(self._router.run())
+        routers = "the router" if len(self._routers) == 1 else f"{len(self._routers)} routers"
+        async with self._progress.step(f"starting {routers}, loading weights into {names}"):
+            for router in self._routers:
+                self._keep(router.run())
             self._controlling = self._keep(self._controller.run())
             self._keep(self._deaths.run())
-            await asyncio.gather(self._router.started.wait(), self._started.wait())
+            await asyncio.gather(self._started.wait(), *(router.started.wait() for router in self._routers))
         async with self._progress.step("connecting workers"):
-            await self._connected()
+            await asyncio.gather(*map(self._connected, self._config.registry_addresses))
 
     async def _serve(self, after_start: Callable[[], Awaitable[None]]) -> None:
         await after_start()
@@ -112,14 +118,14 @@ class Launcher:
             self._valkey = await EmbeddedValkey.start(self._logs / "valkey.log")
             self._config = replace(self._config, redis_url=self._valkey.url)
 
-    async def _connected(self) -> None:
-        """Wait until the router sees every worker and every pair."""
+    async def _connected(self, router: str) -> None:
+        """Wait until a router sees every worker and every pair."""
         lack = "the router does not answer"
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 while lack:
                     try:
-                        lack = missing(await fetch_status(self._config.registry_address), self._config)
+                        lack = missing(await fetch_status(router), self._config)
                     except RouterUnreachable as error:
                         lack = str(error)
                     await asyncio.sleep(POLL_S if lack else 0.0)
@@ -168,14 +174,14 @@ class Launcher:
             ref.worker_id,
             ref.incarnation,
             order.role,
-            router_address=self._config.registry_address,
+            router_addresses=self._config.registry_addresses,
             cpu_core=self._core_of(ref.worker_id),
             gpu_index=self._ordinal(ref.worker_id),
         )
 
-    def _spawn_router(self) -> tuple[Actor, RouterConfig]:
-        actor = self._ray.create(RouterActor, f"router-{os.urandom(4).hex()}", self._hosts.router, self._log("router"))
-        return actor, router_config(self._config)
+    def _spawn_router(self, index: int, name: str) -> tuple[Actor, RouterConfig]:
+        actor = self._ray.create(RouterActor, f"{name}-{os.urandom(4).hex()}", self._hosts.router, self._log(name))
+        return actor, router_config(self._config.of_router(index))
 
     def _core_of(self, worker_id: str) -> int | None:
         """A core of its own, or None where there are fewer cores than workers."""
@@ -201,7 +207,7 @@ class Launcher:
                 task.cancel()
             if self._background:
                 await asyncio.wait(self._background, timeout=EXIT_TIMEOUT_S)
-            await self._router.stop()
+            await asyncio.gather(*(router.stop() for router in self._routers))
             await self._ray.stop(STOP_TIMEOUT_S)
             if self._valkey is not None:
                 self._valkey.stop()
@@ -215,3 +221,8 @@ class Launcher:
             processes.kill(process)
         still = await processes.wait_gone(left, EXIT_TIMEOUT_S)
         self._progress.say(f"stopped, {len(still) or 'no'} process left")
+
+
+def _router_names(count: int) -> list[str]:
+    """Of processes and log files."""
+    return ["router"] if count == 1 else [f"router-{index}" for index in range(count)]

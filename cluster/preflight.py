@@ -4,19 +4,37 @@ from __future__ import annotations
 
 import errno
 import socket
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Final
 
 from cluster.config import ClusterConfig
 from core.errors import BadRequest
 
+TRIES: Final = 20
+
 
 def resolve_ports(config: ClusterConfig) -> ClusterConfig:
-    """`config` with each port 0 replaced by a free one. Raises: BadRequest: a port cannot be listened on."""
+    """`config` with each port 0 replaced by a free one; every router's ports can be listened on.
+
+    Raises: BadRequest: a port cannot be listened on.
+    """
+    any_free = config.num_routers > 1 and 0 in (config.http_port, config.grpc_port, config.registry_port)
+    for _ in range(TRIES - 1 if any_free else 0):
+        with suppress(BadRequest):  # a free port for the first router need not leave one for the next
+            return _resolve(config)
+    return _resolve(config)
+
+
+def _resolve(config: ClusterConfig) -> ClusterConfig:
     http_port = _usable_port("--http-port", config.http_host, config.http_port)
     grpc_port = _usable_port("--grpc-port", config.grpc_host, config.grpc_port)
     registry_port = _usable_port("--registry-port", config.registry_host, config.registry_port)
-    return replace(config, http_port=http_port, grpc_port=grpc_port, registry_port=registry_port)
+    resolved = replace(config, http_port=http_port, grpc_port=grpc_port, registry_port=registry_port)
+    for index in range(1, config.num_routers):
+        _resolve(resolved.of_router(index))
+    return resolved
 
 
 def require_model(folder: Path) -> None:

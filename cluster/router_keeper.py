@@ -1,4 +1,4 @@
-"""Keeps the one router running: its process is replaced on the same ports when it dies."""
+"""Keeps a router running: its process is replaced on the same ports when it dies."""
 
 from __future__ import annotations
 
@@ -24,15 +24,13 @@ class RouterFailed(TandemError):
 
 
 class RouterKeeper:
-    """`run` until cancelled; `started` is set once the router has been up. on_started: each new life has begun."""
+    """`run` until cancelled; `started` is set once the router has been up."""
 
-    def __init__(
-        self, spawn: SpawnRouter, config: ClusterConfig, say: Callable[[str], None], on_started: Callable[[], None]
-    ) -> None:
+    def __init__(self, name: str, spawn: SpawnRouter, config: ClusterConfig, say: Callable[[str], None]) -> None:
+        self._name = name
         self._spawn = spawn
         self._config = config
         self._say = say
-        self._on_started = on_started
         self._actor: Actor | None = None
         self.started = asyncio.Event()
 
@@ -44,7 +42,7 @@ class RouterKeeper:
             reason = await self._live()
             if time.monotonic() - born_s >= BACKOFF.stable_after_s:
                 quick_deaths = 0
-            self._say(f"router died ({reason}), replacing it")
+            self._say(f"{self._name} died ({reason}), replacing it")
             await asyncio.sleep(BACKOFF.delay_s(quick_deaths))
             quick_deaths += 1
 
@@ -64,10 +62,9 @@ class RouterKeeper:
         except ActorFailures as error:
             self._actor.kill()
             if not self.started.is_set():
-                raise RouterFailed(f"the router did not start: {error}") from error
+                raise RouterFailed(f"{self._name} did not start: {error}") from error
             return str(error) or type(error).__name__
         self.started.set()
-        self._on_started()
         reason = await watch(self._actor, self._config.heartbeat_timeout_s)
         self._actor.kill()
         return reason

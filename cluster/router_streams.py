@@ -1,4 +1,8 @@
-"""The worker's side of its routers' streams: which router owns which request, and what goes to whom."""
+"""The worker's side of its routers' streams: which router owns which request, and what goes to whom.
+
+A router has one stream at a time. One that greets anew, because it lost us, wants nothing more of what came over its
+earlier stream, which we may not know to be broken yet.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +10,8 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Iterable
 
-from core.membership import WorkerLoad
-from core.messages import Answer, Refused, Reserved, StepOutput
+from core.membership import NOTHING_GIVEN, GivenWork, WorkerLoad
+from core.messages import Answer, Refused, ReserveBlocks, Reserved, StartGeneration, StartPrefill, StepOutput
 from core.request import TokenDelta
 
 
@@ -16,8 +20,9 @@ class RouterStream:
 
     def __init__(self, router_id: str) -> None:
         self.router_id = router_id
-        self.outbox: asyncio.Queue[Answer | None] = asyncio.Queue()  # None: the router says nothing more
-        self.requests: set[str] = set()
+        self.outbox: asyncio.Queue[Answer | None] = asyncio.Queue()  # None: nothing more is said
+        self.requests: dict[str, GivenWork] = {}
+        self.work = NOTHING_GIVEN  # all of them
 
 
 class RouterStreams:
@@ -26,23 +31,35 @@ class RouterStreams:
     def __init__(self) -> None:
         self._streams: set[RouterStream] = set()
         self._owner: dict[str, RouterStream] = {}
+        self._work = NOTHING_GIVEN
 
-    def open(self, router_id: str) -> RouterStream:
+    def open(self, router_id: str) -> tuple[RouterStream, list[str]]:
+        """A new stream, and the requests of the router's earlier one, which nobody waits for any more."""
+        earlier = [stream for stream in self._streams if stream.router_id == router_id]
+        orphans = [request_id for stream in earlier for request_id in self.close(stream)]
         stream = RouterStream(router_id)
         self._streams.add(stream)
-        return stream
+        return stream, orphans
+
+    def is_open(self, stream: RouterStream) -> bool:
+        return stream in self._streams
 
     def close(self, stream: RouterStream) -> list[str]:
-        """Forget a stream; returns the requests that nobody waits for any more."""
+        """Forget a stream; returns the requests that nobody waits for any more. Harmless when it is closed."""
         self._streams.discard(stream)
-        for request_id in stream.requests:
-            self._owner.pop(request_id, None)
-        return sorted(stream.requests)
+        stream.outbox.put_nowait(None)
+        orphans = sorted(stream.requests)
+        for request_id in orphans:
+            self.disown(request_id)
+        return orphans
 
-    def own(self, stream: RouterStream, request_id: str) -> None:
+    def own(self, stream: RouterStream, command: StartGeneration | ReserveBlocks | StartPrefill) -> None:
         """Answers about this request go to this stream."""
-        self._owner[request_id] = stream
-        stream.requests.add(request_id)
+        request = command.request
+        num_tokens = request.num_given_tokens
+        work = GivenWork(1, num_tokens, 0 if isinstance(command, ReserveBlocks) else num_tokens)
+        self._owner[request.request_id] = stream
+        self._count(stream, request.request_id, work)
 
     def owns(self, request_id: str) -> bool:
         """Some router still waits for this request."""
@@ -52,7 +69,8 @@ class RouterStreams:
         """Nothing more will be said of this request. Unknown ids are ignored."""
         stream = self._owner.pop(request_id, None)
         if stream is not None:
-            stream.requests.discard(request_id)
+            self._count(stream, request_id, NOTHING_GIVEN)
+            del stream.requests[request_id]
 
     def send(self, answer: Answer) -> None:
         """To the request's owner, or to all when it is about no request."""
@@ -67,14 +85,23 @@ class RouterStreams:
                     stream.outbox.put_nowait(answer)
 
     def step(self, deltas: Iterable[TokenDelta], load: WorkerLoad) -> None:
-        """One message to each stream: its requests' new tokens, and the load."""
+        """One message to each stream: its requests' new tokens, the load, and what others have given."""
         shares: defaultdict[RouterStream, list[TokenDelta]] = defaultdict(list)
         for delta in deltas:
             owner = self._owner.get(delta.request_id)
             if owner is not None:
                 shares[owner].append(delta)
+                work = owner.requests[delta.request_id]
+                if work.prompt_tokens:  # its first token is here
+                    self._count(owner, delta.request_id, GivenWork(1, work.num_tokens))
         for stream in self._streams:
-            stream.outbox.put_nowait(StepOutput(tuple(shares.get(stream, ())), load))
+            stream.outbox.put_nowait(StepOutput(tuple(shares.get(stream, ())), load, self._work - stream.work))
+
+    def _count(self, stream: RouterStream, request_id: str, work: GivenWork) -> None:
+        change = work - stream.requests.get(request_id, NOTHING_GIVEN)
+        stream.requests[request_id] = work
+        stream.work += change
+        self._work += change
 
     def _put(self, request_id: str, answer: Answer) -> None:
         owner = self._owner.get(request_id)

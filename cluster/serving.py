@@ -61,7 +61,7 @@ async def _check(config: ClusterConfig, progress: Progress) -> None:
         progress.plain("parity: not applicable, aggregated: there is no prefill worker; a request works")
         return
     async with progress.step("checking: the same prompts, prefilled on a prefill worker and on the decode worker"):
-        parity = await check_parity(config.http_url, config.registry_address, config.served_model_name)
+        parity = await check_parity(config.http_url, config.registry_addresses[0], config.served_model_name)
     progress.plain(parity.line)
 
 
@@ -69,7 +69,7 @@ async def _addresses(config: ClusterConfig) -> str:
     """How to call what is up."""
     body = json.dumps({"model": config.served_model_name, "prompt": PROMPT, "max_tokens": 16, "temperature": 0})
     message = json.dumps({"text": PROMPT, "sampling": {"temperature": 0}, "stopping": {"max_tokens": 16}})
-    status = await fetch_status(config.registry_address)
+    status = await fetch_status(config.registry_addresses[0])
     metrics = [f"{item.worker.ref.worker_id} http://{item.worker.metrics_address}/metrics"
                for item in status.workers if item.worker.metrics_address]  # fmt: skip
     call = (
@@ -79,6 +79,7 @@ async def _addresses(config: ClusterConfig) -> str:
         "sampling=m.Sampling(temperature=0), stopping=m.Stopping(max_tokens=16)))))"
     )
     tandem = Path(sys.executable).with_name("tandem")
+    others = [config.of_router(index) for index in range(1, config.num_routers)]
     return "\n".join([
         "",
         f"  curl {config.http_url}/v1/completions -H 'Content-Type: application/json' -d '{body}'",
@@ -86,9 +87,10 @@ async def _addresses(config: ClusterConfig) -> str:
         f"  grpcurl -plaintext -d '{message}' {config.grpc_address} tandem.v1.InferenceService/Generate",
         f'  {sys.executable} -c "{call}"',
         "",
+        *(f"  another router: {other.http_url}, gRPC {other.grpc_address}" for other in others),
         f"  metrics: router {config.http_url}/metrics",
         *(f"           {line}" for line in sorted(metrics)),
         f"  in another terminal: {tandem} chat --url {config.http_url}",
-        f"                       {tandem} status --registry {config.registry_address}",
+        f"                       {tandem} status --registry {','.join(config.registry_addresses)}",
         "",
     ])  # fmt: skip

@@ -1,7 +1,8 @@
-"""Asks the router what it sees, and tells it who died."""
+"""Asks routers what they see, and tells them who died."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import grpc
@@ -9,6 +10,7 @@ from tandem.v1 import worker_pb2, worker_pb2_grpc
 
 from cluster.channel import open_channel
 from cluster.config import ClusterConfig
+from cluster.routers import look_up
 from core.errors import TandemError
 from core.membership import Life, Role, WorkerRef
 
@@ -25,6 +27,27 @@ async def fetch_status(address: str, timeout_s: float = 5.0) -> Any:
             return await stub.GetStatus(worker_pb2.GetStatusRequest(), timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
             raise RouterUnreachable(f"router at {address}: {error.code().name}: {error.details()}") from None
+
+
+async def fetch_all(names: Sequence[str]) -> dict[str, Any]:
+    """What each router says, by its address; None where one does not answer.
+
+    Raises: RouterUnreachable: none does. BadRequest: a name is no host:port.
+    """
+    statuses: dict[str, Any] = {}
+    failure = RouterUnreachable("no router has an address")
+    for name in names:
+        try:
+            for address in sorted(await look_up(name)):
+                statuses[address] = None
+                statuses[address] = await fetch_status(address)
+        except RouterUnreachable as error:
+            failure = error
+        except (OSError, TimeoutError) as error:
+            failure = RouterUnreachable(f"router at {name}: {error}")
+    if not any(statuses.values()):
+        raise failure
+    return statuses
 
 
 async def report_death(address: str, ref: WorkerRef, timeout_s: float = 5.0) -> None:

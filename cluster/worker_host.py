@@ -1,7 +1,7 @@
 """One worker process: model, KV pool, transport, role, and the gRPC server that routers and peers call.
 
 1. Load weights; the KV pool is zeroed and registered with the transport.
-2. Listen; announce to the router once a second, which dials back and introduces the other workers.
+2. Listen; announce to every router once a second, which dials back and introduces the other workers.
 3. Serve: commands come in over the routers' streams, steps run, tokens go out, KV moves.
 4. Drain: take nothing new, let what runs end. Stop: close everything.
 A state that must not exist ends the process: its keeper starts a new incarnation.
@@ -24,6 +24,7 @@ from cluster.channel import open_channel
 from cluster.config import WorkerConfig
 from cluster.peers import Peers
 from cluster.router_streams import RouterStream, RouterStreams
+from cluster.routers import with_each_router
 from cluster.worker_engine import Engine, build_engine
 from cluster.worker_service import WorkerServicer
 from cluster.worker_transfer import build_transfer
@@ -61,7 +62,7 @@ ANNOUNCE_TIMEOUT_S: Final = 2.0
 TICK_INTERVAL_S: Final = 0.1
 INDEX_TTL_S: Final = 300.0
 MAX_MESSAGE_BYTES: Final = 64 << 20
-EXIT_GIVEN_UP: Final = 71
+EXIT_REFUSED: Final = 71
 
 
 class WorkerHost:
@@ -83,7 +84,8 @@ class WorkerHost:
         listener.pushed, listener.landed, listener.verified = self._pushed, self._metrics.landed, self._metrics.verified
         await self._listen()
         self._tasks.watch(self._loop.start())
-        for work in (self._announce_forever(), self._tick_forever(), self._refresh_index_forever()):
+        announcing = with_each_router(config.router_addresses, self._announce_to)
+        for work in (announcing, self._tick_forever(), self._refresh_index_forever()):
             self._tasks.spawn(work)
         return self._info
 
@@ -139,6 +141,9 @@ class WorkerHost:
         options = (
             ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
             ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+            # A router whose host is lost, or which is frozen, says nothing more: what came from it must end.
+            ("grpc.keepalive_time_ms", 10_000),
+            ("grpc.keepalive_timeout_ms", 5_000),
             ("grpc.keepalive_permit_without_calls", 1),
             ("grpc.http2.max_ping_strikes", 0),
             ("grpc.so_reuseport", 0),
@@ -184,7 +189,7 @@ class WorkerHost:
                 self._role.command(command)
                 self._streams.disown(request_id)
             case StartGeneration(request) | ReserveBlocks(request) | StartPrefill(request):
-                self._streams.own(stream, request.request_id)
+                self._streams.own(stream, command)
                 if self._draining:
                     self._streams.send(Refused(request.request_id, RefuseReason.DRAINING))
                 elif request.grammar is not None and not self._engine.grammars.has(request.grammar):
@@ -263,19 +268,22 @@ class WorkerHost:
         if pool.num_used:
             log_state(logger, logging.ERROR, worker_id=self._ref, state="orphaned", num_blocks=pool.num_used)
 
-    async def _announce_forever(self) -> None:
-        """FAILED_PRECONDITION: the router gave this incarnation up; nothing it does can be used any more."""
-        async with open_channel(self._config.router_address) as channel:
-            stub = pb_grpc.RouterServiceStub(channel)
+    async def _announce_to(self, router: str) -> None:
+        """FAILED_PRECONDITION: this incarnation is reported dead, or can never belong; so it is with every router."""
+        async with open_channel(router) as channel:
+            stub, heard = pb_grpc.RouterServiceStub(channel), True
             while True:
                 load = encode_load(self._engine.scheduler.load())
                 request = pb.AnnounceRequest(worker=encode_info(self._info), load=load, draining=self._draining)
                 try:
                     await stub.Announce(request, timeout=ANNOUNCE_TIMEOUT_S)
+                    heard = True
                 except grpc.aio.AioRpcError as error:
                     if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
-                        end_process(EXIT_GIVEN_UP, f"the router gave us up: {error.details()}", worker_id=self._ref)
-                    log_state(logger, logging.WARNING, router=self._config.router_address, state="unreachable")
+                        end_process(EXIT_REFUSED, f"router {router}: {error.details()}", worker_id=self._ref)
+                    if heard:
+                        log_state(logger, logging.WARNING, router=router, state="unreachable")
+                    heard = False
                 await asyncio.sleep(ANNOUNCE_INTERVAL_S)
 
     async def _refresh_index_forever(self) -> None:

@@ -31,8 +31,8 @@ HELLO_TIMEOUT_S: Final = 10.0  # a stream that has not said whom it means by the
 
 
 class WorkerServicer(pb_grpc.WorkerServiceServicer):
-    """on_open: a router's stream is open. on_command: one command of it. on_closed: it is over; its requests have no
-    owner. spawn: runs a task and watches over it: an error of ours in a command must not pass for a broken stream."""
+    """on_open: a router's stream is open. on_command: one command of it. on_closed: these requests have no owner any
+    more. spawn: runs a task and watches over it: an error of ours in a command must not pass for a broken stream."""
 
     def __init__(
         self,
@@ -63,7 +63,8 @@ class WorkerServicer(pb_grpc.WorkerServiceServicer):
         if hello is None or not hello.HasField("hello") or decode_ref(hello.hello.worker) != self._ref:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"hello.worker: this is {self._ref}")
             return
-        stream = self._streams.open(hello.hello.router_id)
+        stream, orphans = self._streams.open(hello.hello.router_id)
+        self._on_closed(orphans)
         log_state(logger, router_id=stream.router_id, state="connected")
         reader = self._spawn(self._read(stream, requests))
         try:
@@ -86,6 +87,8 @@ class WorkerServicer(pb_grpc.WorkerServiceServicer):
     async def _read(self, stream: RouterStream, requests: AsyncIterator[pb.ConnectRequest]) -> None:
         try:
             async for message in requests:
+                if not self._streams.is_open(stream):
+                    return
                 self._on_command(stream, decode_command(message))
         except (BadRequest, DecodeError, grpc.aio.BaseError) as error:
             log_state(logger, logging.ERROR, router_id=stream.router_id, state="refused", reason=str(error))

@@ -85,3 +85,29 @@ class WorkerLoad:
     free_blocks: int = 0  # free or evictable
     used_blocks: int = 0  # held by requests or hand-offs
     quarantined_blocks: int = 0  # a write may still come: not usable
+
+
+@dataclass(frozen=True, slots=True)
+class GivenWork:
+    """Requests that routers gave a worker, and that have not ended there."""
+
+    num_requests: int = 0
+    num_tokens: int = 0  # given with them: prompts, and output that was out already
+    prompt_tokens: int = 0  # of these, of prompts that are computed here and have no first token yet
+
+    def __add__(self, other: GivenWork) -> GivenWork:
+        return GivenWork(
+            self.num_requests + other.num_requests,
+            self.num_tokens + other.num_tokens,
+            self.prompt_tokens + other.prompt_tokens,
+        )
+
+    def __sub__(self, other: GivenWork) -> GivenWork:
+        return GivenWork(
+            self.num_requests - other.num_requests,
+            self.num_tokens - other.num_tokens,
+            self.prompt_tokens - other.prompt_tokens,
+        )
+
+
+NOTHING_GIVEN: Final = GivenWork()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from core.handoff import HandoffTicket
-from core.membership import WorkerInfo, WorkerLoad, WorkerRef
+from core.membership import NOTHING_GIVEN, GivenWork, WorkerInfo, WorkerLoad, WorkerRef
 from core.request import GenerateRequest, TokenDelta
 
 # --- router to worker ---------------------------------------------------------------------------------------------
@@ -89,10 +89,12 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What one engine step drew, and how the worker's load is after it; once a second when idle."""
+    """What one engine step drew, and how the worker's load is after it; once a second when idle. `others`: what other
+    routers than the one that is told have given the worker."""
 
     deltas: tuple[TokenDelta, ...]
     load: WorkerLoad
+    others: GivenWork = NOTHING_GIVEN
 
 
 @dataclass(frozen=True, slots=True)

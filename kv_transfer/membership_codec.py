@@ -5,7 +5,7 @@ from __future__ import annotations
 from tandem.v1 import worker_pb2 as pb
 
 from core.errors import BadRequest
-from core.membership import Role, WorkerInfo, WorkerLoad, WorkerRef
+from core.membership import GivenWork, Role, WorkerInfo, WorkerLoad, WorkerRef
 
 _ROLE_TO_PROTO = {Role.PREFILL: pb.ROLE_PREFILL, Role.DECODE: pb.ROLE_DECODE}
 _ROLE_FROM_PROTO = {value: role for role, value in _ROLE_TO_PROTO.items()}
@@ -70,3 +70,11 @@ def decode_load(message: pb.WorkerLoad) -> WorkerLoad:
         used_blocks=message.used_blocks,
         quarantined_blocks=message.quarantined_blocks,
     )
+
+
+def encode_work(work: GivenWork) -> pb.GivenWork:
+    return pb.GivenWork(num_requests=work.num_requests, num_tokens=work.num_tokens, prompt_tokens=work.prompt_tokens)
+
+
+def decode_work(message: pb.GivenWork) -> GivenWork:
+    return GivenWork(message.num_requests, message.num_tokens, message.prompt_tokens)

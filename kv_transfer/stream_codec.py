@@ -23,7 +23,16 @@ from core.messages import (
     StartPrefill,
     StepOutput,
 )
-from kv_transfer.membership_codec import decode_info, decode_load, decode_ref, encode_info, encode_load, encode_ref
+from kv_transfer.membership_codec import (
+    decode_info,
+    decode_load,
+    decode_ref,
+    decode_work,
+    encode_info,
+    encode_load,
+    encode_ref,
+    encode_work,
+)
 from kv_transfer.request_codec import decode_delta, decode_reason, decode_request, encode_delta, encode_request
 
 
@@ -73,8 +82,9 @@ def decode_command(message: pb.ConnectRequest) -> Command:
 def encode_answer(answer: Answer) -> pb.ConnectResponse:
     """Worker to router."""
     match answer:
-        case StepOutput(deltas, load):
-            step = pb.StepOutput(deltas=[encode_delta(delta) for delta in deltas], load=encode_load(load))
+        case StepOutput(deltas, load, others):
+            deltas_out = [encode_delta(delta) for delta in deltas]
+            step = pb.StepOutput(deltas=deltas_out, load=encode_load(load), others=encode_work(others))
             return pb.ConnectResponse(step=step)
         case Reserved(request_id, ticket):
             return pb.ConnectResponse(reserved=pb.Reserved(request_id=request_id, ticket=_encode_ticket(ticket)))
@@ -92,7 +102,7 @@ def decode_answer(message: pb.ConnectResponse) -> Answer:
     match message.WhichOneof("message"):
         case "step":
             deltas = tuple(decode_delta(delta) for delta in message.step.deltas)
-            return StepOutput(deltas, decode_load(message.step.load))
+            return StepOutput(deltas, decode_load(message.step.load), decode_work(message.step.others))
         case "reserved":
             return Reserved(message.reserved.request_id, _decode_ticket(message.reserved.ticket))
         case "refused":

@@ -145,10 +145,8 @@ class Dispatcher:
     def answered(self, worker: WorkerRef, answer: Answer, now: float) -> list[Effect]:
         """What a worker said."""
         match answer:
-            case StepOutput(deltas, load):
-                view = self._view.get(worker)
-                if view is not None:
-                    view.load = load
+            case StepOutput(deltas, load, others):
+                self._view.heard(worker, load, others)
                 return [effect for delta in deltas for effect in self._tokens(worker, delta, now)]
             case Reserved():
                 return self._reserved(answer, now)

@@ -102,7 +102,7 @@ class LiveDispatcher:
             self._perform(self._dispatcher.cancel(request.request_id))
 
     def announce(self, info: WorkerInfo, load: WorkerLoad, *, draining: bool) -> None:
-        """A worker says that it lives. Raises BadRequest: it cannot belong to this cluster, or was given up."""
+        """A worker says that it lives. Raises BadRequest: it cannot belong to this cluster, or is reported dead."""
         worker = self.view.get(info.ref)
         if worker is not None:
             worker.load = load
@@ -125,11 +125,11 @@ class LiveDispatcher:
 
     async def report_death(self, ref: WorkerRef) -> None:
         """The process of `ref` has ended: tell every worker that nothing more can come from it."""
+        self.view.bury(ref)  # first: it may announce itself while we wait
         link = self._links.get(ref)
         if link is not None:
             await link.close()
             self._lost(ref, "its process ended")
-        self.view.lose(ref)
         self._deaths.append(ref)
         for other in self._links.values():
             other.send(PeerDead(ref))

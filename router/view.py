@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from core.errors import BadRequest
-from core.membership import Life, Role, WorkerInfo, WorkerLoad, WorkerRef, next_life
+from core.membership import NOTHING_GIVEN, GivenWork, Life, Role, WorkerInfo, WorkerLoad, WorkerRef, next_life
 from core.messages import PeerConnected
 from router.policy.decide import PrefillQueue
 
@@ -13,11 +13,13 @@ from router.policy.decide import PrefillQueue
 @dataclass(slots=True, eq=False)
 class WorkerView:
     """One incarnation. `open_requests` and `open_tokens` are what this router has given it and not got back yet:
-    newer than any report, so that a burst of requests does not all go to one worker."""
+    newer than any report, so that a burst of requests does not all go to one worker. `others`: the same of all other
+    routers, as the worker reports it."""
 
     info: WorkerInfo
     life: Life = Life.STARTING
     load: WorkerLoad = field(default_factory=WorkerLoad)
+    others: GivenWork = NOTHING_GIVEN
     open_requests: int = 0
     open_tokens: int = 0
     prefills: PrefillQueue = field(default_factory=PrefillQueue)
@@ -27,18 +29,26 @@ class WorkerView:
     def ref(self) -> WorkerRef:
         return self.info.ref
 
+    @property
+    def given_tokens(self) -> int:
+        """Of all requests open on it, whichever router gave them."""
+        return self.open_tokens + self.others.num_tokens
+
 
 class ClusterView:
-    """All workers that registered and are not dead, by incarnation."""
+    """All workers that registered and that we have not lost, by incarnation."""
 
     def __init__(self) -> None:
         self._workers: dict[WorkerRef, WorkerView] = {}
-        self._gone: set[WorkerRef] = set()
+        self._dead: set[WorkerRef] = set()
 
     def register(self, info: WorkerInfo) -> WorkerView:
-        """Take up a worker. Raises BadRequest: it serves another model or layout than the others, or is gone."""
-        if self.is_gone(info.ref):
-            raise BadRequest("worker.ref", f"incarnation {info.ref} is gone: start again as a new one")
+        """Take up a worker, one that we lost too: it has cancelled all that we gave it.
+
+        Raises: BadRequest: it serves another model or layout than the others, or is reported dead.
+        """
+        if info.ref in self._dead:
+            raise BadRequest("worker.ref", f"incarnation {info.ref} is reported dead: start again as a new one")
         for other in self._workers.values():
             if other.info.identity_digest != info.identity_digest:
                 raise BadRequest(
@@ -51,9 +61,6 @@ class ClusterView:
     def get(self, ref: WorkerRef) -> WorkerView | None:
         return self._workers.get(ref)
 
-    def is_gone(self, ref: WorkerRef) -> bool:
-        return ref in self._gone
-
     def ready(self, ref: WorkerRef) -> None:
         worker = self._workers[ref]
         worker.life = next_life(str(ref), worker.life, Life.READY)
@@ -65,12 +72,15 @@ class ClusterView:
             worker.life = next_life(str(ref), worker.life, Life.DRAINING)
 
     def lose(self, ref: WorkerRef) -> bool:
-        """This incarnation is gone for us, for ever. False: it was not known."""
-        self._gone.add(ref)
+        """We do not reach this incarnation: nothing that we gave it is wanted any more. False: it was not known."""
         worker = self._workers.pop(ref, None)
         for other in self._workers.values():
             other.peers.pop(ref, None)
         return worker is not None
+
+    def bury(self, ref: WorkerRef) -> None:
+        """The process of this incarnation has ended: whoever calls itself so is refused from now on."""
+        self._dead.add(ref)
 
     def connected(self, ref: WorkerRef, link: PeerConnected) -> None:
         """`ref` has a warm KV path to `link.peer`."""
@@ -82,6 +92,13 @@ class ClusterView:
         """Both can push to and notify each other."""
         first, second = self._workers.get(one), self._workers.get(other)
         return first is not None and second is not None and other in first.peers and one in second.peers
+
+    def heard(self, ref: WorkerRef, load: WorkerLoad, others: GivenWork) -> None:
+        """What a worker says of itself, and of what other routers have given it."""
+        worker = self._workers.get(ref)
+        if worker is not None:
+            worker.load, worker.others = load, others
+            worker.prefills.others_tokens = others.prompt_tokens
 
     def assign(self, ref: WorkerRef, num_tokens: int) -> None:
         worker = self._workers[ref]

@@ -1,9 +1,10 @@
-"""`tandem status`: what the router sees, as a table or as JSON."""
+"""`tandem status`: what the routers see, as a table or as JSON."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+from collections.abc import Mapping
 from typing import Any, Final
 
 COLUMNS: Final = ("WORKER", "ROLE", "LIFE", "ADDRESS", "RUNNING", "WAITING", "USED", "FREE", "QUARANTINED", "PEERS")
@@ -16,10 +17,14 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--registry",
         default="127.0.0.1:50052",
-        metavar="HOST:PORT",
-        help="the registry (default: %(default)s)",
+        metavar="HOST:PORT,...",
+        help="the registry of each router, or a name that resolves to all (default: %(default)s)",
     )
-    parser.add_argument("--json", action="store_true", help="print tandem.v1.GetStatusResponse as JSON")
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="print tandem.v1.GetStatusResponse as JSON; a list where routers are several",
+    )
     parser.set_defaults(run=run)
 
 
@@ -28,22 +33,41 @@ def run(arguments: argparse.Namespace) -> int:
     # Imported here: the other commands start sooner without gRPC.
     from google.protobuf.json_format import MessageToJson
 
-    from cluster.status_client import fetch_status
+    from cluster.status_client import fetch_all
 
-    status = asyncio.run(fetch_status(arguments.registry))
+    statuses = asyncio.run(fetch_all(arguments.registry.split(",")))
     if arguments.json:
-        print(MessageToJson(status, preserving_proto_field_name=True, always_print_fields_with_no_presence=True))
+        options = {"preserving_proto_field_name": True, "always_print_fields_with_no_presence": True}
+        texts = [MessageToJson(status, **options) for status in statuses.values() if status is not None]
+        print(texts[0] if len(statuses) == 1 else f"[{', '.join(texts)}]")
     else:
-        print(table(status))
+        print(table(statuses))
     return 0
 
 
-def table(status: Any) -> str:
-    """One row a worker, then the router's own counts."""
-    rows = [COLUMNS, *(_row(item) for item in sorted(status.workers, key=lambda item: item.worker.ref.worker_id))]
+def table(statuses: Mapping[str, Any]) -> str:
+    """One row a worker, then each router's own counts. `statuses`: by address; None: it does not answer."""
+    workers: dict[str, Any] = {}
+    for status in filter(None, statuses.values()):
+        for item in status.workers:
+            workers.setdefault(item.worker.ref.worker_id, item)
+    rows = [COLUMNS, *(_row(workers[worker_id]) for worker_id in sorted(workers))]
     widths = [max(len(row[index]) for row in rows) for index in range(len(COLUMNS))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join([*lines, f"open requests: {status.open_requests}, queued: {status.queued_requests}"])
+    if len(statuses) == 1:
+        return "\n".join([*lines, *map(_counts, statuses.values())])
+    return "\n".join([*lines, *(f"router {address}: {_seen(status)}" for address, status in statuses.items())])
+
+
+def _seen(status: Any) -> str:
+    if status is None:
+        return "does not answer"
+    num_ready = sum(item.life == "ready" for item in status.workers)
+    return f"ready workers: {num_ready} of {len(status.workers)}, {_counts(status)}"
+
+
+def _counts(status: Any) -> str:
+    return f"open requests: {status.open_requests}, queued: {status.queued_requests}"
 
 
 def _row(item: Any) -> tuple[str, ...]:

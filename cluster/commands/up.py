@@ -27,6 +27,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     flags.add_model(parser)
     flags.add_workers(parser)
     flags.add_addresses(parser)
+    text = "routers over the same workers; router i listens on each port plus 10 i"
+    flags.add_flag(parser, "--routers", "num_routers", text, type=int, metavar="N")
     parser.add_argument("--redis-url", metavar="URL", help="Redis or Valkey to use (default: an embedded one)")
     flags.add_flag(parser, "--pin-workers", "pin_workers", "give each worker a core of its own", action="store_true")
     parser.add_argument(

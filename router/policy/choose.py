@@ -97,7 +97,7 @@ def score_all(workers: list[WorkerView]) -> list[tuple[WorkerRef, float]]:
 def score_idle(worker: WorkerView) -> float:
     """1 for a worker with nothing to do, towards 0 as the tokens of its open requests grow past its KV pool."""
     capacity_tokens = worker.info.num_blocks * worker.info.block_size
-    return capacity_tokens / (capacity_tokens + worker.open_tokens)
+    return capacity_tokens / (capacity_tokens + worker.given_tokens)
 
 
 def pick(scores: list[tuple[WorkerRef, float]]) -> WorkerRef:

@@ -18,10 +18,12 @@ WEIGHT: Final = 0.2  # of the newest sample
 class PrefillQueue:
     """One worker's prompts under way, as its router knows them: in order of arrival, one after the other.
 
-    num_tokens: of prompts whose first token has not come. seconds_per_token: learnt; None before the first sample.
+    num_tokens: of our prompts whose first token has not come. others_tokens: of other routers', as the worker says.
+    seconds_per_token: learnt; None before the first sample.
     """
 
     num_tokens: int = 0
+    others_tokens: int = 0
     seconds_per_token: float | None = None
     _free_at_s: float = 0.0
 
@@ -45,6 +47,6 @@ def remote_pays(prompt_tokens: int, remote: PrefillQueue, local: PrefillQueue, l
     """local_cost: seconds of waiting for a prefill worker that one second of prefill on a decode worker is worth."""
     remote_pace = remote.seconds_per_token or local.seconds_per_token or 1.0
     local_pace = local.seconds_per_token or remote_pace
-    remote_s = (remote.num_tokens + prompt_tokens) * remote_pace
-    local_s = (local.num_tokens + prompt_tokens) * local_pace
+    remote_s = (remote.num_tokens + remote.others_tokens + prompt_tokens) * remote_pace
+    local_s = (local.num_tokens + local.others_tokens + prompt_tokens) * local_pace
     return remote_s <= local_cost * local_s

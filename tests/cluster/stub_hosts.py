@@ -30,7 +30,7 @@ class StubWorkerHost:
         port = self._server.sockets[0].getsockname()[1]
         ref = WorkerRef(config.worker_id, config.incarnation)
         address = f"{config.worker_host}:{port}"
-        self._announcing = asyncio.create_task(_announce(config, address))
+        self._announcing = asyncio.gather(*(_announce(config, address, router) for router in config.router_addresses))
         return WorkerInfo(ref, config.role, address, b"", config.block_size, BLOCK_BYTES, config.num_blocks, 512)
 
     async def drain(self, _timeout_s: float) -> None:
@@ -40,8 +40,8 @@ class StubWorkerHost:
         self._server.close()
 
 
-async def _announce(config: WorkerConfig, address: str) -> None:
-    if config.router_address == "nowhere:0":
+async def _announce(config: WorkerConfig, address: str, router: str) -> None:
+    if router == "nowhere:0":
         return
     worker = worker_pb2.WorkerInfo(
         ref=worker_pb2.WorkerRef(worker_id=config.worker_id, incarnation=config.incarnation),
@@ -50,7 +50,7 @@ async def _announce(config: WorkerConfig, address: str) -> None:
         block_bytes=BLOCK_BYTES,
         num_blocks=config.num_blocks,
     )
-    async with grpc.aio.insecure_channel(config.router_address) as channel:
+    async with grpc.aio.insecure_channel(router) as channel:
         stub = worker_pb2_grpc.RouterServiceStub(channel)
         while True:
             with contextlib.suppress(grpc.aio.AioRpcError):

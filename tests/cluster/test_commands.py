@@ -117,6 +117,7 @@ def test_wrong_use_is_exit_code_2_and_names_the_setting(
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
+        (["status", "--registry", "127.0.0.1"], "registry"),
         (["controller"], "ray_address"),
         (["controller", "--ray-address", "head"], "ray_address"),
         (["controller", "--ray-address", "head:6379", "--registry-port", "0"], "registry_port"),
@@ -140,10 +141,19 @@ def test_status_is_a_table() -> None:
         load=worker_pb2.WorkerLoad(running_requests=1, used_blocks=2, free_blocks=3),
         peers=[peer],
     )
-    lines = table(worker_pb2.GetStatusResponse(workers=[item], open_requests=1)).splitlines()
+    status = worker_pb2.GetStatusResponse(workers=[item], open_requests=1)
+    lines = table({"127.0.0.1:1": status}).splitlines()
     assert lines[0].split()[:4] == ["WORKER", "ROLE", "LIFE", "ADDRESS"]
     assert "decode-0 (cma, 5.2 GB/s)" in lines[1]
-    assert lines[2] == "open requests: 1, queued: 0"
+    assert lines[2:] == ["open requests: 1, queued: 0"]
+    young = worker_pb2.GetStatusResponse(workers=[worker_pb2.WorkerStatus(worker=item.worker, life="starting")])
+    several = table({"127.0.0.1:1": status, "127.0.0.1:2": young, "127.0.0.1:3": None}).splitlines()
+    assert several[:2] == lines[:2]
+    assert several[2:] == [
+        "router 127.0.0.1:1: ready workers: 1 of 1, open requests: 1, queued: 0",
+        "router 127.0.0.1:2: ready workers: 0 of 1, open requests: 0, queued: 0",
+        "router 127.0.0.1:3: does not answer",
+    ]
 
 
 def test_model_fetch_leaves_a_ready_folder_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -45,6 +45,9 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> N
         ({"num_prefill": 1, "aggregated": True}, "num_prefill"),
         ({"http_port": 70000}, "http_port"),
         ({"http_port": 50051}, "grpc_port"),
+        ({"num_routers": 0}, "num_routers"),
+        ({"num_routers": 2, "grpc_port": 8010}, "grpc_port"),
+        ({"num_routers": 3, "http_port": 65520}, "http_port"),
         ({"http_port": True}, "http_port"),
         ({"http_port": "8000"}, "http_port"),
         ({"http_host": ""}, "http_host"),
@@ -91,15 +94,22 @@ def test_a_wrong_variable_is_refused_by_its_fields_name(monkeypatch: pytest.Monk
 
 
 def test_the_registry_is_reached_at_its_routers_name() -> None:
-    assert ClusterConfig(MODEL, registry_host="0.0.0.0").registry_address == "0.0.0.0:50052"
+    assert ClusterConfig(MODEL, registry_host="0.0.0.0").registry_addresses == ("0.0.0.0:50052",)
     config = ClusterConfig(MODEL, registry_host="0.0.0.0", router_host="tandem-router")
-    assert config.registry_address == "tandem-router:50052"
+    assert config.registry_addresses == ("tandem-router:50052",)
     assert router_config(config).registry_host == "0.0.0.0"
+
+
+def test_each_router_has_ports_of_its_own() -> None:
+    config = ClusterConfig(MODEL, num_routers=3)
+    assert config.registry_addresses == ("127.0.0.1:50052", "127.0.0.1:50062", "127.0.0.1:50072")
+    second = router_config(config.of_router(1))
+    assert (second.http_port, second.grpc_port, second.registry_port) == (8010, 50061, 50062)
 
 
 def test_a_worker_listens_where_its_host_has_an_address() -> None:
     def address(**settings: str) -> str:
-        return listening_address(WorkerConfig("decode-0", "9f3a", Role.DECODE, MODEL, "127.0.0.1:1", **settings))
+        return listening_address(WorkerConfig("decode-0", "9f3a", Role.DECODE, MODEL, ("127.0.0.1:1",), **settings))
 
     assert address() == "127.0.0.1"
     assert address(worker_host="10.1.2.3") == "10.1.2.3"
@@ -127,13 +137,13 @@ def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
 
 def test_a_worker_gets_its_share_of_the_cluster() -> None:
     cluster = ClusterConfig(MODEL, num_blocks=64, dtype="bfloat16", redis_url="redis://127.0.0.1:1/0")
-    config = worker_config(cluster, "decode-0", "9f3a", Role.DECODE, router_address="127.0.0.1:50051")
+    config = worker_config(cluster, "decode-0", "9f3a", Role.DECODE, router_addresses=("127.0.0.1:50051",))
     assert config == WorkerConfig(
         worker_id="decode-0",
         incarnation="9f3a",
         role=Role.DECODE,
         model_folder=MODEL,
-        router_address="127.0.0.1:50051",
+        router_addresses=("127.0.0.1:50051",),
         dtype="bfloat16",
         num_blocks=64,
         redis_url="redis://127.0.0.1:1/0",
@@ -141,5 +151,5 @@ def test_a_worker_gets_its_share_of_the_cluster() -> None:
 
 
 def test_a_worker_without_a_router_is_refused() -> None:
-    with pytest.raises(BadRequest, match="router_address"):
-        WorkerConfig("decode-0", "9f3a", Role.DECODE, MODEL, router_address="")
+    with pytest.raises(BadRequest, match="router_addresses"):
+        WorkerConfig("decode-0", "9f3a", Role.DECODE, MODEL, router_addresses=())

@@ -44,7 +44,7 @@ class Cluster:
         log_file = self.logs / f"{ref.worker_id}.log"
         self.actors[ref.worker_id] = self._runtime.create(WorkerActor, str(ref), STUB, ref.worker_id, log_file)
         return self.actors[ref.worker_id], worker_config(
-            self._config, ref.worker_id, ref.incarnation, order.role, router_address="nowhere:0"
+            self._config, ref.worker_id, ref.incarnation, order.role, router_addresses=("nowhere:0",)
         )
 
     async def next(self, wanted: Callable[[Any], bool]) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -12,16 +13,18 @@ import pytest
 from tandem.v1 import worker_pb2 as pb
 from tandem.v1 import worker_pb2_grpc as pb_grpc
 
-from cluster.router_streams import RouterStreams
+from cluster.router_streams import RouterStream, RouterStreams
 from cluster.worker_service import WorkerServicer
-from core.membership import WorkerLoad, WorkerRef
-from core.messages import CancelRequest
+from core.handoff import HandoffTicket
+from core.membership import GivenWork, WorkerLoad, WorkerRef
+from core.messages import CancelRequest, Command, ReserveBlocks, StartGeneration, StartPrefill
+from core.request import GenerateRequest, SamplingParams, StopConditions, TokenDelta
 from kv_transfer.membership_codec import encode_ref
 from kv_transfer.stream_codec import encode_command
 from telemetry.tasks import BackgroundTasks
 
 ME = WorkerRef("decode-0", "1")
-HELLO = pb.ConnectRequest(hello=pb.RouterHello(router_id="router-0", worker=encode_ref(ME)))
+REQUEST = GenerateRequest("r", (1, 2, 3), SamplingParams(), StopConditions(max_tokens=4))
 
 
 class Worker:
@@ -30,6 +33,8 @@ class Worker:
     def __init__(self) -> None:
         self.streams = RouterStreams()
         self.commands: list[object] = []
+        self.commanded = asyncio.Event()
+        self.orphans: list[str] = []
         self.closed = asyncio.Event()
         self.broken: list[BaseException] = []
         self.tasks = BackgroundTasks(self.broken.append)
@@ -40,14 +45,24 @@ class Worker:
             None,  # type: ignore[arg-type]
             self.streams,
             on_open=lambda: self.streams.step((), WorkerLoad()),
-            on_command=lambda _stream, command: self.commands.append(command),
-            on_closed=lambda _request_ids: self.closed.set(),
+            on_command=self._command,
+            on_closed=self._closed,
             spawn=self.tasks.spawn,
         )
 
+    def _command(self, stream: RouterStream, command: Command) -> None:
+        self.commands.append(command)
+        self.commanded.set()
+        if isinstance(command, StartGeneration):
+            self.streams.own(stream, command)
+
+    def _closed(self, request_ids: list[str]) -> None:
+        self.orphans += request_ids
+        self.closed.set()
+
 
 @asynccontextmanager
-async def connected(worker: Worker) -> AsyncIterator[Any]:
+async def connected(worker: Worker, router_id: str = "router-0") -> AsyncIterator[Any]:
     """An open stream of a router, which has said hello and heard the load."""
     server = grpc.aio.server()
     pb_grpc.add_WorkerServiceServicer_to_server(worker.servicer(), server)
@@ -57,7 +72,7 @@ async def connected(worker: Worker) -> AsyncIterator[Any]:
         options = (("grpc.enable_http_proxy", 0),)
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=options) as channel:
             stream = pb_grpc.WorkerServiceStub(channel).Connect()
-            await stream.write(HELLO)
+            await stream.write(pb.ConnectRequest(hello=pb.RouterHello(router_id=router_id, worker=encode_ref(ME))))
             assert (await stream.read()).HasField("step")
             yield stream
     finally:
@@ -84,3 +99,44 @@ async def test_the_end_of_a_routers_stream_does_not_end_the_worker(how: str) -> 
             await stream.write(pb.ConnectRequest())
             assert await asyncio.wait_for(stream.read(), 5) is grpc.aio.EOF
         await ended(worker)
+
+
+async def test_a_router_that_greets_anew_wants_nothing_of_its_earlier_stream() -> None:
+    """It lost us by a partition, say; we may hear of the broken stream minutes later. Another router's is untouched."""
+    worker = Worker()
+    async with connected(worker) as first, connected(worker, "router-1") as other:
+        for stream, name in ((first, "a"), (other, "b")):
+            await stream.write(encode_command(StartGeneration(replace(REQUEST, request_id=name))))
+        async with asyncio.timeout(5):
+            while not (worker.streams.owns("a") and worker.streams.owns("b")):
+                await worker.commanded.wait()
+                worker.commanded.clear()
+        async with connected(worker):
+            assert worker.orphans == ["a"] and not worker.streams.owns("a")
+            async with asyncio.timeout(5):
+                while (message := await first.read()) is not grpc.aio.EOF:
+                    assert message.HasField("step")
+            assert worker.streams.owns("b")
+    assert worker.broken == []
+
+
+def test_each_router_is_told_what_the_others_gave() -> None:
+    streams = RouterStreams()
+    (one, _), (two, _) = streams.open("router-0"), streams.open("router-1")
+
+    def others(*deltas: TokenDelta) -> list[GivenWork]:
+        streams.step(deltas, WorkerLoad())
+        return [stream.outbox.get_nowait().others for stream in (one, two)]
+
+    nothing = GivenWork()
+    assert others() == [nothing, nothing]
+    streams.own(one, StartGeneration(replace(REQUEST, request_id="a")))
+    streams.own(one, ReserveBlocks(replace(REQUEST, request_id="b"), "b", ME))
+    streams.own(two, StartPrefill(replace(REQUEST, request_id="c"), HandoffTicket("c", ME, 1, 0, ())))
+    assert others() == [GivenWork(1, 3, 3), GivenWork(2, 6, 3)]
+    assert others(TokenDelta("a", 0, (7,)), TokenDelta("b", 0, (7,))) == [GivenWork(1, 3, 3), GivenWork(2, 6, 0)]
+    streams.disown("a")
+    assert streams.close(two) == ["c"] and streams.close(two) == []
+    streams.step((), WorkerLoad())
+    assert one.outbox.get_nowait().others == nothing
+    assert streams.close(one) == ["b"]

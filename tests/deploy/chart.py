@@ -25,8 +25,10 @@ EVERYTHING: Final = {
     "redis": {"auth": {"secretName": "index"}, "external": {"caSecretName": "ca"}},
     "monitoring": {name: {"enabled": True} for name in ("serviceMonitor", "podMonitor", "rules", "dashboards")},
     "inferencePool": {"enabled": True, "endpointPicker": {"name": "picker"}},
+    "router": {"replicas": 3},
 }
 SCALED: Final = {
+    "router": {"autoscaling": {"kind": "hpa"}},
     "prefill": {"autoscaling": {"kind": "hpa"}},
     "decode": {"autoscaling": {"kind": "keda", "prometheusUrl": "http://prometheus:9090"}},
 }

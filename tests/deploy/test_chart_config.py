@@ -14,8 +14,8 @@ from cluster.settings import load_cluster_config
 from tests.deploy.chart import cases, of_kind, render
 
 CASES: Final = cases()
-# The URL comes by TANDEM_REDIS_URL and the Ray by a flag; a pod has its cores; faults are for tests.
-LEFT_OUT: Final = {"redis_url", "ray_address", "pin_workers", "kv_faults"}
+# The URL comes by TANDEM_REDIS_URL and the Ray by a flag; a pod has its cores; faults are for tests; routers are pods.
+LEFT_OUT: Final = {"redis_url", "ray_address", "pin_workers", "kv_faults", "num_routers"}
 
 
 def config_of(objects: list[dict[str, Any]], folder: Path) -> ClusterConfig:

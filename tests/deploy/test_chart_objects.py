@@ -295,6 +295,22 @@ def test_rule_finds_a_planted_fault(
     assert list(rule(objects)) != []
 
 
+def test_routers_are_as_many_as_asked_and_roll_without_a_gap(rendered: dict[str, Objects]) -> None:
+    def deployment(case: str) -> dict[str, Any]:
+        (found,) = of_kind(rendered[case], "Deployment")
+        return found["spec"]
+
+    assert deployment("defaults")["replicas"] == 1
+    assert deployment("everything")["replicas"] == 3
+    assert "replicas" not in deployment("scaled")  # or each upgrade would undo what the autoscaler did
+    for case in CASES:
+        assert deployment(case)["strategy"]["rollingUpdate"] == {"maxSurge": 1, "maxUnavailable": 0}
+    (registry,) = [
+        item for item in of_kind(rendered["everything"], "Service") if "registry" in item["metadata"]["name"]
+    ]
+    assert registry["spec"]["clusterIP"] == "None" and registry["spec"]["publishNotReadyAddresses"]
+
+
 def test_secrets_come_by_reference(rendered: dict[str, Objects]) -> None:
     """No Secret is made, and no value holds one: passwords and tokens are named."""
     objects = rendered["everything-other-mode"]

@@ -9,7 +9,7 @@ from tandem.v1 import worker_pb2 as pb
 
 from core.errors import BadRequest
 from core.identity import CacheIdentity
-from core.membership import WorkerLoad, WorkerRef
+from core.membership import GivenWork, WorkerLoad, WorkerRef
 from core.messages import StartGeneration, StepOutput
 from core.request import (
     FinishReason,
@@ -98,7 +98,7 @@ def test_requests_and_deltas_come_out_whole() -> None:
     bare = replace(REQUEST, sampling=SamplingParams())
     assert over_the_wire(bare) == bare
     assert all(getattr(DELTA, item.name) != item.default for item in fields(TokenDelta)), "a field is not tried"
-    answer = StepOutput((DELTA, TokenDelta("r2", 0, (1,))), WorkerLoad())
+    answer = StepOutput((DELTA, TokenDelta("r2", 0, (1,))), WorkerLoad(), GivenWork(1, 2, 3))
     assert decode_answer(pb.ConnectResponse.FromString(encode_answer(answer).SerializeToString())) == answer
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from core.errors import BadRequest, Rejected, RejectReason, TransferFailed
 from core.handoff import HandoffTicket
-from core.membership import Role, WorkerInfo, WorkerLoad, WorkerRef
+from core.membership import GivenWork, Role, WorkerInfo, WorkerLoad, WorkerRef
 from core.messages import (
     CancelRequest,
     PeerConnected,
@@ -100,6 +100,12 @@ def by_choice(effects: list[Effect]) -> dict[int, list[int]]:
         if isinstance(effect, Deliver):
             found[effect.delta.choice] += effect.delta.token_ids
     return found
+
+
+def planned_on(effects: list[Effect]) -> list[tuple[str, str | None]]:
+    """(decode, prefill) of each plan."""
+    plans = [effect.plan for effect in effects if isinstance(effect, Planned)]
+    return [(plan.decode.worker_id, plan.prefill and plan.prefill.worker_id) for plan in plans]
 
 
 def failure(effects: list[Effect]) -> Exception:
@@ -500,12 +506,39 @@ def test_a_draining_worker_takes_nothing_new_and_its_refusal_is_planned_elsewher
     )
 
 
-def test_a_gone_incarnation_cannot_register_again_and_a_new_one_can() -> None:
+def test_a_lost_worker_is_taken_back_with_clean_books_and_a_dead_one_never() -> None:
     cluster = Cluster("d1")
+    cluster.submit()
     cluster.dispatcher.worker_lost(cluster.refs["d1"], 0.0)
-    with pytest.raises(BadRequest, match="gone"):
+    planned = cluster.join("d1", life="1")[0]
+    assert isinstance(planned, Planned) and planned.attempt_id == "r#x.2"
+    assert cluster.say("d1", delta(0, 5, attempt="r#x.1")) == []  # of before
+    cluster.say("d1", delta(0, 5, attempt="r#x.2", finish=FinishReason.STOP))
+    cluster.assert_idle()
+    cluster.view.bury(cluster.refs["d1"])
+    with pytest.raises(BadRequest, match="dead"):
         cluster.join("d1", life="1")
     cluster.join("d1", life="2")
+
+
+def test_what_other_routers_gave_counts_like_our_own() -> None:
+    cluster = Cluster("d1", "d2")
+    decode = cluster.refs["d1"]
+    cluster.dispatcher.answered(decode, StepOutput((), IDLE, GivenWork(1, 500, 500)), 0.0)
+    assert planned_on(cluster.submit("a")) == [("d2", None)]
+    assert planned_on(cluster.submit("b")) == [("d2", None)]
+    cluster.dispatcher.answered(decode, StepOutput((), IDLE, GivenWork()), 0.0)
+    assert planned_on(cluster.submit("c")) == [("d1", None)]
+
+
+def test_prompts_of_other_routers_make_a_prefill_worker_busy() -> None:
+    cluster = Cluster("p1", "d1")
+    prefill = cluster.refs["p1"]
+    assert planned_on(cluster.submit("a")) == [("d1", "p1")]
+    cluster.dispatcher.answered(prefill, StepOutput((), IDLE, GivenWork(1, 500, 0)), 0.0)
+    assert planned_on(cluster.submit("b")) == [("d1", "p1")]  # their prompts are done
+    cluster.dispatcher.answered(prefill, StepOutput((), IDLE, GivenWork(1, 500, 500)), 0.0)
+    assert planned_on(cluster.submit("c")) == [("d1", None)]
 
 
 @settings(max_examples=200, deadline=None)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
+from core.errors import BadRequest
 from core.membership import Role, WorkerInfo, WorkerLoad, WorkerRef
 from core.messages import Answer, CancelRequest, Command, PeerDead, StepOutput
 from core.request import FinishReason, GenerateRequest, Placement, SamplingParams, StopConditions, TokenDelta
@@ -98,6 +99,25 @@ async def test_a_worker_that_links_up_later_hears_of_earlier_deaths(monkeypatch:
     link: Any = dispatcher._links[WORKER.ref]
     link.on_open()
     assert link.sent == [PeerDead(dead)]
+
+
+async def test_a_lost_worker_is_dialled_again_when_it_announces_itself_and_a_dead_one_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(live, "WorkerLink", StubLink)
+    dispatcher = live_dispatcher(CollectorRegistry())
+    dispatcher.announce(WORKER, WorkerLoad(), draining=False)
+    first: Any = dispatcher._links[WORKER.ref]
+    first.on_open()
+    first.on_closed("silent")
+    assert dispatcher.why_not_ready() is not None
+    dispatcher.announce(WORKER, WorkerLoad(), draining=False)
+    second: Any = dispatcher._links[WORKER.ref]
+    second.on_open()
+    assert second is not first and dispatcher.why_not_ready() is None
+    await dispatcher.report_death(WORKER.ref)
+    with pytest.raises(BadRequest, match="dead"):
+        dispatcher.announce(WORKER, WorkerLoad(), draining=False)
 
 
 async def test_what_a_scrape_sees_of_routing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""A whole cluster on virtual time: clients, router, workers, keeper and index, with every fault they have.
+"""A whole cluster on virtual time: clients, routers, workers, keeper and index, with every fault they have.
 
 The quiet code is the real one: Dispatcher, ClusterView, RouterStreams, both role sessions, HandoffSessions, Scheduler
 and BlockPool. What stands around it here stands in for router/live.py, cluster/worker_host.py, kv_transfer/driver.py
@@ -7,7 +7,8 @@ the next token is a digest of all slots, so whoever reads a stale, foreign or mi
 
 Invariants: a client's stream is the beginning of its undisturbed run, each position once and in order, and ends, in
 time, with a finish or one clear error; bytes only ever reach pages that are locked for their hand-off, and steps only
-blocks in use; when all requests are over, every block is back and every table is empty. One seed is one run.
+blocks in use; no worker goes on with what no router waits for; when all requests are over, every block is back and
+every table is empty. One seed is one run.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import itertools
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 from cluster.router_streams import RouterStream
 from core.errors import BadRequest, Rejected, RejectReason
@@ -60,7 +62,7 @@ class Faults:
     late_s: float = 0.5
     cancel: float = 0.25
     reuse_id: float = 0.3
-    num_disturbances: int = 4  # kills, freezes, broken streams, restarted routers
+    num_disturbances: int = 4  # kills, freezes, broken streams, restarted routers; partitions where routers are several
     index_away: float = 0.2
 
 
@@ -68,9 +70,16 @@ NO_FAULTS = Faults(0, 0, 0, 0, 0, 0.05, 0, 0, 0, 0)
 
 
 class World:
-    """Two prefill workers, two decode workers, one router, and a list of what is to happen."""
+    """Two prefill workers, two decode workers, one router or more, and a list of what is to happen."""
 
-    def __init__(self, seed: int, faults: Faults, priorities: tuple[int, ...] = (0,), choices: tuple[int, ...] = (1,)):
+    def __init__(
+        self,
+        seed: int,
+        faults: Faults,
+        priorities: tuple[int, ...] = (0,),
+        choices: tuple[int, ...] = (1,),
+        num_routers: int = 1,
+    ):
         self.rng = random.Random(seed)
         self.faults = faults
         self.priorities = priorities  # given to requests in turn, and so are numbers of choices
@@ -84,7 +93,8 @@ class World:
         self.salts: dict[str, str] = {}  # by attempt id
         self.hosts: dict[str, Host] = {}
         self.deaths: list[WorkerRef] = []
-        self.router: Router | None = Router(self, "router-1")
+        self.routers: list[Router | None] = [Router(self, number, "1") for number in range(num_routers)]
+        self.num_taken_back = 0  # workers that a router had lost, and that greeted it again
         for place in ("p0", "p1", "d0", "d1"):
             self.start(place)
 
@@ -111,8 +121,9 @@ class World:
         self.check_over()
 
     def tick(self) -> None:
-        if self.router is not None:
-            self.router.tick()
+        for router in self.routers:
+            if router is not None:
+                router.tick()
         for host in list(self.hosts.values()):
             host.do(host.tick)
             host.pool.check()
@@ -131,8 +142,12 @@ class World:
         prefix = range(family, family + 40)
         kept = self.rng.randrange(41)
         prompt = (*prefix[:kept], *(self.rng.randrange(1000) for _ in range(self.rng.randrange(1, 6))))
+        place = self.rng.randrange(len(self.routers)) if len(self.routers) > 1 else 0
+        router = self.routers[place]
         known = {client.request.request_id for client in self.clients}
-        reusable = sorted(known - {client.request.request_id for client in self.clients if not client.over})
+        reusable = sorted(
+            known - {name for name, client in (router.clients if router else {}).items() if not client.over}
+        )
         reused = reusable and self.rng.random() < self.faults.reuse_id
         request = GenerateRequest(
             request_id=self.rng.choice(reusable) if reused else f"r{number}",
@@ -146,34 +161,39 @@ class World:
         expected = [undisturbed(request, choice) for choice in range(request.num_choices)]
         client = Client(request, expected, submitted_s=self.now)
         self.clients.append(client)
-        if self.router is None:
+        if router is None:
             client.fail(Rejected(RejectReason.NO_WORKER, "the router is away"))
             return
-        self.router.submit(client, self.rng.choice(list(Placement)))
+        router.submit(client, self.rng.choice(list(Placement)))
         if self.rng.random() < self.faults.cancel:
-            self.at(self.rng.choice([0.0, self.rng.uniform(0, 1), self.rng.uniform(0, 5)]), lambda: self.leave(client))
+            delay_s = self.rng.choice([0.0, self.rng.uniform(0, 1), self.rng.uniform(0, 5)])
+            self.at(delay_s, lambda: self.leave(router, client))
 
-    def leave(self, client: Client) -> None:
+    def leave(self, router: Router, client: Client) -> None:
         if not client.over:
             client.left = True
-            if self.router is not None:
-                self.router.leave(client)
+            router.leave(client)
 
     # --- faults ---
 
     def disturb(self) -> None:
         host = self.rng.choice(list(self.hosts.values()))
-        match self.rng.randrange(5):
+        router = self.rng.choice(self.routers) if len(self.routers) > 1 else self.routers[0]
+        match self.rng.randrange(5 if len(self.routers) == 1 else 7):
             case 0 | 1:
                 self.kill(host)
             case 2:
                 host.frozen = True
                 self.at(self.rng.uniform(0.5, 8), host.thaw)
             case 3:
-                if self.router is not None and host.ref in self.router.links:
-                    self.router.links[host.ref].cut()
+                if router is not None and host.ref in router.links:
+                    router.links[host.ref].cut()
             case 4:
-                self.restart_router()
+                if router is not None:
+                    self.restart_router(router)
+            case 5 | 6:
+                if router is not None:
+                    router.cut_off(self.rng.choice([[host], list(self.hosts.values())]), self.rng.uniform(0.5, 8))
 
     def start(self, place: str) -> None:
         host = Host(self, WorkerRef(place, str(next(self._lives))), Role.PREFILL if place[0] == "p" else Role.DECODE)
@@ -190,15 +210,15 @@ class World:
         self.at(self.rng.uniform(0.5, 2), lambda: self.start(host.ref.worker_id))
 
     def report_death(self, ref: WorkerRef) -> None:
-        """As cluster/death_notices.py: a router that starts anew is told of all deaths."""
+        """As cluster/death_notices.py: each router hears of it in its own time, one that starts anew of all deaths."""
         self.deaths.append(ref)
-        if self.router is not None:
-            self.router.report_death(ref)
+        for router in self.routers:
+            if router is not None:
+                self.at(self.rng.uniform(0, 3) if len(self.routers) > 1 else 0.0, partial(router.report_death, ref))
 
-    def restart_router(self) -> None:
-        router, self.router = self.router, None
-        if router is None:
-            return
+    def restart_router(self, router: Router) -> None:
+        """It ends with its clients' streams, and another one takes its place."""
+        self.routers[router.number] = None
         for client in router.clients.values():
             if not client.over:
                 client.fail(Rejected(RejectReason.DRAINING, "the router died"))
@@ -207,9 +227,10 @@ class World:
             link.cut()
 
         def again() -> None:
-            self.router = Router(self, f"router-{next(self._lives)}")
+            another = Router(self, router.number, str(next(self._lives)))
+            self.routers[router.number] = another
             for ref in self.deaths:
-                self.router.report_death(ref)
+                another.report_death(ref)
 
         self.at(self.rng.uniform(0.5, 3), again)
 
@@ -219,13 +240,9 @@ class World:
         for client in self.clients:
             if not client.over:
                 raise WrongStream(f"{client.request.request_id} never ended, {client.received} are out")
-        assert self.router is not None
-        books = [
-            (worker.open_requests, worker.open_tokens, worker.prefills.num_tokens)
-            for worker in self.router.view.workers()
-        ]
-        if self.router.dispatcher.num_open or self.router.dispatcher._attempts or any(map(any, books)):
-            raise Leak(f"router: {self.router.dispatcher._attempts} {books}")
+        for router in self.routers:
+            assert router is not None
+            router.check_over()
         for host in self.hosts.values():
             left = host.left()
             if left:
@@ -245,10 +262,11 @@ class Link:
         self.ready = False
         self.stream: RouterStream | None = None
         self._free_at = {"down": 0.0, "up": 0.0}
+        self.broken_until_s = 0.0  # nothing passes before
         self._deliver("down", lambda: host.do(lambda: self.open and host.router_opened(self)))
 
     def _deliver(self, way: str, what: Callable[[], None]) -> None:
-        at_s = max(self._free_at[way], self.world.now + self.world.late())
+        at_s = max(self._free_at[way], self.broken_until_s, self.world.now + self.world.late())
         self._free_at[way] = at_s
         self.world.at(at_s - self.world.now, what)
 
@@ -270,16 +288,21 @@ class Link:
         if self.open:
             self.open = False
             self.on_lost()
-            self.world.at(self.world.late(), lambda: self.host.do(lambda: self.host.router_closed(self)))
+            delay_s = max(self.world.late(), self.broken_until_s - self.world.now)
+            self.world.at(delay_s, lambda: self.host.do(lambda: self.host.router_closed(self)))
 
 
 class Router:
     """Stands in for router/live.py."""
 
-    def __init__(self, world: World, router_id: str) -> None:
+    def __init__(self, world: World, number: int, life: str) -> None:
         self.world = world
+        self.number = number
+        self.router_id = f"router-{number}-{life}"
         self.view = ClusterView()
-        self.dispatcher = Dispatcher(DISPATCH, self.view, router_id)
+        self.dispatcher = Dispatcher(DISPATCH, self.view, self.router_id)
+        self.cut_off_until_s: dict[WorkerRef, float] = {}
+        self.lost_once: set[WorkerRef] = set()
         self.links: dict[WorkerRef, Link] = {}
         self.clients: dict[str, Client] = {}
         self.deaths: list[WorkerRef] = []
@@ -297,8 +320,18 @@ class Router:
     def leave(self, client: Client) -> None:
         self.perform(self.dispatcher.cancel(client.request.request_id))
 
+    def cut_off(self, hosts: Iterable[Host], duration_s: float) -> None:
+        """Nothing passes between this router and these workers for a while; neither end knows."""
+        until_s = self.world.now + duration_s
+        for host in hosts:
+            self.cut_off_until_s[host.ref] = until_s
+            if host.ref in self.links:
+                self.links[host.ref].broken_until_s = until_s
+
     def announce(self, host: Host, load: WorkerLoad) -> bool:
-        """False: given up, the worker must end."""
+        """False: the worker can never belong here, and must end."""
+        if self.world.now < self.cut_off_until_s.get(host.ref, 0.0):
+            return True
         worker = self.view.get(host.ref)
         if worker is not None:
             worker.load = load
@@ -308,6 +341,7 @@ class Router:
         except BadRequest:
             return False
         self.links[host.ref] = Link(self.world, self, host)
+        self.world.num_taken_back += host.ref in self.lost_once
         return True
 
     def opened(self, host: Host) -> None:
@@ -322,12 +356,13 @@ class Router:
 
     def lost(self, ref: WorkerRef) -> None:
         self.links.pop(ref, None)
+        self.lost_once.add(ref)
         self.perform(self.dispatcher.worker_lost(ref, self.world.now))
 
     def report_death(self, ref: WorkerRef) -> None:
+        self.view.bury(ref)
         if ref in self.links:
             self.links[ref].cut()
-        self.view.lose(ref)
         self.deaths.append(ref)
         for other in self.links.values():
             other.command(PeerDead(ref))
@@ -337,6 +372,14 @@ class Router:
             if self.world.now - link.heard_at_s > SILENCE_TIMEOUT_S:
                 link.cut()
         self.perform(self.dispatcher.tick(self.world.now))
+
+    def check_over(self) -> None:
+        books = [
+            (worker.open_requests, worker.open_tokens, worker.prefills.num_tokens, worker.others.num_tokens)
+            for worker in self.view.workers()
+        ]
+        if self.dispatcher.num_open or self.dispatcher._attempts or any(map(any, books)):
+            raise Leak(f"{self.router_id}: {self.dispatcher._attempts} {books}")
 
     def perform(self, effects: Iterable[Effect]) -> None:
         for effect in effects:

@@ -198,7 +198,7 @@ class SoakWorker:
         self.driver.listener.pushed = self.pushed
         self.driver.listener.verified = self.verified
         self.streams = RouterStreams()
-        self.stream = self.streams.open("soak")
+        self.stream, _ = self.streams.open("soak")
         self.tasks = BackgroundTasks(self.broken)
         self.peers: dict[WorkerRef, PoolDescription] = {}
         self.connected: set[WorkerRef] = set()
@@ -266,7 +266,7 @@ class SoakWorker:
             self.streams.disown(command.request_id)
             return
         self.salts[command.request.request_id] = command.request.cache_salt
-        self.streams.own(self.stream, command.request.request_id)
+        self.streams.own(self.stream, command)
         self.service.command(command)
 
     def left(self) -> dict[str, object]:

@@ -14,6 +14,7 @@ from dataclasses import replace
 import pytest
 
 import engine.sequence_maker
+from cluster.router_streams import RouterStream, RouterStreams
 from core.request import GenerateRequest
 from decode_worker.session import DecodeSession
 from engine.scheduler import Scheduler
@@ -26,13 +27,15 @@ from tests.simulation.planted_bugs import free_before_quiet
 from tests.simulation.world_client import Client
 
 NUM_SEEDS = 120
+NUM_SHARED_SEEDS = 40
 NUM_REQUESTS = 25
+SHARED_FAULTS = Faults(num_disturbances=8)
 PRIORITIES = (0, 0, 1, -1, 5)
 CHOICES = (1, 3, 1, 1, 2, 1, 1, 5)
 
 
-def run_world(seed: int, faults: Faults | None = None) -> World:
-    world = World(seed, faults or Faults(), PRIORITIES, CHOICES)
+def run_world(seed: int, faults: Faults | None = None, num_routers: int = 1) -> World:
+    world = World(seed, faults or Faults(), PRIORITIES, CHOICES, num_routers)
     try:
         world.run(NUM_REQUESTS)
     except BaseException as error:
@@ -59,6 +62,21 @@ def test_every_stream_is_its_undisturbed_run_or_ends_in_an_error() -> None:
     ways = ("finished", "finished choices", "left", "migrated", "migrated choices", "preempted", "copied")
     errors = ("WorkerLost", "Rejected")
     assert chosen or all(seen[way] for way in (*ways, *errors)), seen
+
+
+def test_routers_share_workers_and_one_that_dies_or_is_cut_off_takes_only_its_own_along() -> None:
+    """Each is a dispatcher of its own, with its own view; a worker that one of them lost is taken back by it."""
+    chosen = os.environ.get("TANDEM_SEED")
+    seen: Counter[str] = Counter()
+    for seed in [int(chosen)] if chosen else range(NUM_SHARED_SEEDS):
+        world = run_world(seed, SHARED_FAULTS, num_routers=2)
+        seen["taken back"] += world.num_taken_back
+        for client in world.clients:
+            seen["finished"] += client.finished
+            seen["left"] += client.left
+            seen["migrated"] += client.finished and client.num_migrations > 0
+            seen[type(client.error).__name__] += 1
+    assert chosen or all(seen[way] for way in ("finished", "left", "migrated", "taken back", "Rejected")), seen
 
 
 def test_without_faults_every_request_finishes_and_all_of_the_machinery_is_used(
@@ -218,12 +236,33 @@ def go_on_with_the_first_choice_s_seed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_walks_find_a_planted_bug(plant, seen_as: str, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
     """Each bug must be seen as what it is, within as many walks as the test above makes."""
     plant(monkeypatch)
+    assert_found(seen_as, NUM_SEEDS)
+
+
+def assert_found(seen_as: str, num_seeds: int, faults: Faults | None = None, num_routers: int = 1) -> None:
     found: Counter[str] = Counter()
-    for seed in range(NUM_SEEDS):
+    for seed in range(num_seeds):
         try:
-            run_world(seed)
+            run_world(seed, faults, num_routers)
         except Exception as error:
             found[type(error).__name__] += 1
         if found[seen_as]:
             return
-    pytest.fail(f"not found as {seen_as} in {NUM_SEEDS} walks: {found}")
+    pytest.fail(f"not found as {seen_as} in {num_seeds} walks: {found}")
+
+
+def go_on_without_a_router(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker goes on with what came over the stream of a router that died, or lost it."""
+
+    def forget(self: RouterStreams, stream: RouterStream) -> list[str]:
+        close(self, stream)
+        return []
+
+    close = RouterStreams.close
+    monkeypatch.setattr(RouterStreams, "close", forget)
+
+
+@pytest.mark.parametrize(("plant", "seen_as"), [(go_on_without_a_router, "WorkForNobody")])
+def test_the_walks_of_several_routers_find_a_planted_bug(plant, seen_as: str, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    plant(monkeypatch)
+    assert_found(seen_as, NUM_SHARED_SEEDS, SHARED_FAULTS, num_routers=2)

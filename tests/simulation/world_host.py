@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from cluster.router_streams import RouterStreams
 from core.handoff import BlocksPushed, HandoffNotice
 from core.identity import BlockHash
-from core.membership import Role, WorkerInfo, WorkerRef
+from core.membership import GivenWork, Role, WorkerInfo, WorkerRef
 from core.messages import (
     CancelRequest,
     Command,
@@ -47,6 +47,13 @@ if TYPE_CHECKING:
 LEASE = LeaseConfig(lease_s=5.0, renew_s=1.0, settle_s=1.0, stop_retry_s=1.0, landed_timeout_s=5.0)
 
 
+UNWANTED_S = 1.0  # a step that is under way when a request is cancelled ends first
+
+
+class WorkForNobody(Exception):
+    """A worker goes on with a request whose router is gone."""
+
+
 class Host:
     """One incarnation of a worker: stands in for cluster/worker_host.py, the role services and the driver."""
 
@@ -74,6 +81,7 @@ class Host:
         self.connected: dict[WorkerRef, None] = {}
         self.stepping = False
         self.say_at_s = 0.0
+        self.unwanted_since_s: dict[str, float] = {}  # by request id
 
     def do(self, what: Callable[[], object]) -> None:
         """Run in this process, now or, in order, when it thaws; never when it is dead."""
@@ -108,34 +116,40 @@ class Host:
             "tables": tables,
             "owners": dict(self.streams._owner),
             "requests": [name for stream in self.streams._streams for name in stream.requests],
+            "given": [work for work in (self.streams._work,) if work != GivenWork()],
         }
         return {name: value for name, value in found.items() if value}
 
     # --- routers ---
 
     def router_opened(self, link: Link) -> None:
-        link.stream = self.streams.open("router")
+        link.stream, orphans = self.streams.open(link.router.router_id)
         self.links[link] = None
+        self.cancel(orphans)
         self.streams.step((), self.scheduler.load())
 
     def router_closed(self, link: Link) -> None:
         if link in self.links:
             del self.links[link]
             assert link.stream is not None
-            for request_id in self.streams.close(link.stream):
-                self.perform(self.session.cancel(request_id, self.world.now))
+            self.cancel(self.streams.close(link.stream))
+
+    def cancel(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            self.perform(self.session.cancel(request_id, self.world.now))
 
     def flush(self) -> None:
         for link in self.links:
             while link.stream is not None and not link.stream.outbox.empty():
                 answer = link.stream.outbox.get_nowait()
-                assert answer is not None
-                link.answer(answer)
+                if answer is not None:
+                    link.answer(answer)
 
     def command(self, link: Link, command: Command) -> None:
         now, session = self.world.now, self.session
-        if link.stream is not None and isinstance(command, StartGeneration | ReserveBlocks | StartPrefill):
-            self.streams.own(link.stream, command.request.request_id)
+        if isinstance(command, StartGeneration | ReserveBlocks | StartPrefill):
+            assert link.stream is not None
+            self.streams.own(link.stream, command)
         match command:
             case PeerJoined(worker):
                 self.peers[worker.ref] = None
@@ -234,7 +248,17 @@ class Host:
         if (changes.stored or changes.evicted) and rng.random() >= self.world.faults.index_away:
             self.world.at(self.world.late(), write)
 
+    def check_wanted(self) -> None:
+        """Nothing is computed or reserved for long that no router waits for."""
+        known = [*self.scheduler._sequences, *getattr(self.session, "_handoff_of", ())]
+        unwanted = [request_id for request_id in known if not self.streams.owns(request_id)]
+        self.unwanted_since_s = {name: self.unwanted_since_s.get(name, self.world.now) for name in unwanted}
+        for request_id, since_s in self.unwanted_since_s.items():
+            if self.world.now - since_s > UNWANTED_S:
+                raise WorkForNobody(f"t={self.world.now:.2f} {self.ref}: {request_id}")
+
     def tick(self) -> None:
+        self.check_wanted()
         now = self.world.now
         self.perform(self.handoffs.tick(now))
         self.perform(self.session.tick(now))
@@ -242,8 +266,9 @@ class Host:
             return
         self.say_at_s = now + 1.0
         self.streams.step((), self.scheduler.load())
-        if self.world.router is not None and not self.world.router.announce(self, self.scheduler.load()):
-            self.world.kill(self)
+        for router in self.world.routers:
+            if router is not None and not router.announce(self, self.scheduler.load()):
+                self.world.kill(self)
 
     # --- effects ---
 
