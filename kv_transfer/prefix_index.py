@@ -9,21 +9,15 @@ A lookup is advice: a holder checks its own cache before it pushes.
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, Protocol
 
-from redis.asyncio import Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
-from redis.exceptions import RedisError
-
 from core.identity import BlockHash
 from core.membership import WorkerRef
+from kv_transfer.bounded_redis import BoundedRedis
 
 logger = logging.getLogger(__name__)
 
@@ -167,19 +161,16 @@ class RedisPrefixIndex:
         self._ttl_ms = int(ttl_s * 1000)
         self._timeout_s = timeout_s
         self._write_timeout_s = write_timeout_s
-        self._backoff_s = backoff_s
-        # No retries: within a lookup's bound there is no time for them, and recovery is done by `_recover`.
-        self._redis = Redis.from_url(url, socket_connect_timeout=timeout_s, retry=Retry(NoBackoff(), 0))
-        self._lookup = self._redis.register_script(_LOOKUP)
-        self._announce = self._redis.register_script(_ANNOUNCE)
-        self._withdraw = self._redis.register_script(_WITHDRAW)
-        self._recovery: asyncio.Task[None] | None = None
         self.stats = IndexStats()
+        self._redis = BoundedRedis(url, "prefix index", _LOOKUP, timeout_s, backoff_s, self._failed)
+        self._lookup = self._redis.client.register_script(_LOOKUP)
+        self._announce = self._redis.client.register_script(_ANNOUNCE)
+        self._withdraw = self._redis.client.register_script(_WITHDRAW)
 
     @property
     def away(self) -> bool:
         """Whether the server failed a call and has not answered since."""
-        return self._recovery is not None
+        return self._redis.away
 
     async def announce(self, hashes: Sequence[BlockHash]) -> None:
         for some in _batches(hashes):
@@ -199,7 +190,7 @@ class RedisPrefixIndex:
             self.stats.skipped_lookups += 1
             return PrefixHit()
         keys = [self._block_key(block_hash) for block_hash in hashes]
-        answer = await self._bounded(self._timeout_s, partial(self._lookup, keys, [self._name]))
+        answer = await self._redis.bounded(self._timeout_s, partial(self._lookup, keys, [self._name]))
         if answer is None:
             return PrefixHit()
         num_blocks, names = answer
@@ -216,47 +207,25 @@ class RedisPrefixIndex:
         """What a failure leaves behind expires by its TTL."""
         name = str(ref)
         while not self.away:
-            pop = partial(self._redis.spop, self._holder_key(name), _BLOCKS_PER_WRITE)
-            some = await self._bounded(self._write_timeout_s, pop)
+            pop = partial(self._redis.client.spop, self._holder_key(name), _BLOCKS_PER_WRITE)
+            some = await self._redis.bounded(self._write_timeout_s, pop)
             if not some:
                 return
             await self._forget(name, some)
 
     async def close(self) -> None:
-        if self._recovery is not None:
-            self._recovery.cancel()
-        await self._redis.aclose()
+        await self._redis.close()
 
     async def _forget(self, name: str, hashes: Sequence[BlockHash]) -> None:
         keys = [*map(self._block_key, hashes), self._holder_key(name)]
         await self._write(len(hashes), partial(self._withdraw, keys, [name, *hashes]))
 
     async def _write(self, num_blocks: int, call: Callable[[], Awaitable[Any]]) -> None:
-        if self.away or await self._bounded(self._write_timeout_s, call) is None:
+        if await self._redis.bounded(self._write_timeout_s, call) is None:
             self.stats.dropped_writes += num_blocks
 
-    async def _bounded(self, timeout_s: float, call: Callable[[], Awaitable[Any]]) -> Any:
-        """The call's answer, or None when the server failed it or took too long."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await call()
-        except (RedisError, OSError, TimeoutError) as error:
-            self.stats.failures += 1
-            if self._recovery is None:
-                logger.warning("prefix index away: %s: %s", type(error).__name__, error)
-                self._recovery = asyncio.create_task(self._recover())
-            return None
-
-    async def _recover(self) -> None:
-        """Try until the server answers, by what a restarted one needs: the script that requests wait for."""
-        while True:
-            await asyncio.sleep(self._backoff_s)
-            with contextlib.suppress(RedisError, OSError, TimeoutError):
-                async with asyncio.timeout(self._write_timeout_s):
-                    await self._redis.script_load(_LOOKUP)
-                break
-        logger.warning("prefix index is back")
-        self._recovery = None
+    def _failed(self) -> None:
+        self.stats.failures += 1
 
     def _block_key(self, block_hash: BlockHash) -> str:
         return self._prefix + block_hash.hex()
