@@ -300,13 +300,16 @@ def float_folder(source: Path) -> Path:
 
 def vllm_environment(python: Path, core: int) -> dict[str, str]:
     """One process, one core, and the two libraries that its documentation preloads, where they are."""
-    preload = [path for path in (TCMALLOC, python.parent.parent / "lib" / "libiomp5.so") if path.exists()]
     return {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_OMP_THREADS_BIND": str(core),
         "VLLM_NO_USAGE_STATS": "1",
-        "LD_PRELOAD": ":".join(map(str, preload)),
+        "LD_PRELOAD": vllm_preload(python),
     }
+
+
+def vllm_preload(python: Path) -> str:
+    return ":".join(str(path) for path in (TCMALLOC, python.parent.parent / "lib" / "libiomp5.so") if path.exists())
 
 
 def gguf_of(file_type: str, python: str) -> Path:

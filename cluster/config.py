@@ -74,6 +74,8 @@ class ClusterConfig:
     """Most tokens that one engine step may compute."""
     prefill_delay_steps: int = 0
     """Most engine steps that a prompt waits for others to be computed with, beside decodes."""
+    max_decode_slowdown: float = 2.0
+    """How many times longer than its decodes alone an engine step may take for the prompts that share it; inf: any."""
     redis_url: str | None = None
     """Redis or Valkey of the shared prefix index; None: an embedded Valkey on loopback."""
     kv_interface: str = "lo"
@@ -186,6 +188,8 @@ class WorkerConfig:
     """Most tokens of one engine step."""
     prefill_delay_steps: int = 0
     """As in ClusterConfig."""
+    max_decode_slowdown: float = 2.0
+    """As in ClusterConfig."""
     redis_url: str | None = None
     """Shared prefix index; None: none."""
     kv_interface: str = "lo"
@@ -264,5 +268,7 @@ def _require_engine_fields(config: ClusterConfig | WorkerConfig) -> None:
     _require_range("block_size", config.block_size, 1, 256)
     _require_range("token_budget", config.token_budget, 1, 65536)
     _require_range("prefill_delay_steps", config.prefill_delay_steps, 0, 1000)
+    if not config.max_decode_slowdown > 1.0:
+        raise BadRequest("max_decode_slowdown", f"must be a number above 1, got {config.max_decode_slowdown}")
     if config.redis_url is not None and not config.redis_url.startswith(("redis://", "rediss://", "unix://")):
         raise BadRequest("redis_url", f"must start with redis://, rediss:// or unix://, got {config.redis_url!r}")

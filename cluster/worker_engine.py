@@ -66,7 +66,11 @@ def build_engine(config: WorkerConfig) -> Engine:
 
     pool = BlockPool(config.num_blocks)
     limits = ModelLimits(config.block_size, runner.max_context_tokens, tuple(tokenizer.eos_token_ids))
-    scheduling = SchedulerConfig(token_budget=config.token_budget, prefill_delay_steps=config.prefill_delay_steps)
+    scheduling = SchedulerConfig(
+        token_budget=config.token_budget,
+        prefill_delay_steps=config.prefill_delay_steps,
+        max_decode_slowdown=config.max_decode_slowdown,
+    )
     grammars = GrammarCompiler(tokenizer, runner.vocab_size)
     scheduler = Scheduler(scheduling, pool, limits, identity.digest(), watch, grammars.matcher)
     return Engine(runner, pool, scheduler, grammars, identity, geometry.block_bytes)

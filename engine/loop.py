@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from engine.runner import ModelRunner
 from engine.scheduler import Scheduler
-from engine.step import Answer, Progress, SampleSpec, StepPlan
+from engine.step import Answer, Progress, StepPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +64,8 @@ class EngineLoop:
                 await self._wake.wait()
                 continue
             drawn, duration_s = await loop.run_in_executor(self._thread, self._compute, plan)
-            num_decodes = sum(1 for spec in plan.samples if isinstance(spec, SampleSpec) and spec.position > 0)
-            report = StepReport(duration_s, plan.num_tokens - num_decodes, num_decodes)
-            self._on_step(self._scheduler.commit(plan, drawn), report)
+            report = StepReport(duration_s, plan.num_tokens - plan.num_decodes, plan.num_decodes)
+            self._on_step(self._scheduler.commit(plan, drawn, duration_s), report)
 
     def _compute(self, plan: StepPlan) -> tuple[Sequence[tuple[Answer, ...]], float]:
         start_s = time.perf_counter()

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from core.blocks import KvGeometry
 from core.errors import BadModel
 from engine.json_file import read_json_object
 from engine.models.families import FAMILIES
@@ -86,6 +87,10 @@ class ModelConfig:
             raise BadModel(f"config.json: head_dim: must be even for rotary positions, got {config.head_dim}")
         _require_full_attention(fields, config.max_context_tokens)
         return config
+
+    def kv_geometry(self, block_size: int, dtype_bytes: int) -> KvGeometry:
+        """The shape of a block of `block_size` tokens, `dtype_bytes` to a value."""
+        return KvGeometry(block_size, self.num_layers, self.num_kv_heads, self.head_dim, dtype_bytes)
 
 
 def _family(fields: Mapping[str, Any]) -> Family:

@@ -32,6 +32,7 @@ from engine.scheduler_config import SchedulerConfig
 from engine.sequence import MatcherFactory, ModelLimits, Sequence, StopWatchFactory, no_grammars
 from engine.sequence_maker import SequenceMaker
 from engine.step import Answer, Progress, StepPlan
+from engine.step_pace import StepPace
 from engine.waiting_line import WaitingLine, rank
 
 
@@ -70,6 +71,7 @@ class Scheduler:
         self._reserved: dict[str, Sequence] = {}  # their blocks are whoever reserved them's, until they land
         self._running: dict[Sequence, None] = {}
         self._growth = BlockGrowth(pool, config.growth_blocks)
+        self._pace = StepPace(config.max_decode_slowdown)
         self._in_flight: StepPlan | None = None
         self._computing: tuple[Sequence, ...] = ()  # of the step in flight, one for each slice
         self.num_steps = 0
@@ -150,11 +152,14 @@ class Scheduler:
             raise InvariantBroken("plan while a step is in flight")
         chosen: dict[Sequence, int] = {}
         budget = self.config.token_budget
+        num_decodes = sum(sequence.decoding for sequence in self._running)
+        room = self._pace.prompt_tokens_beside(min(num_decodes, budget, self.config.max_sequences))
         for due in (True, False):
             group = [item for item in sorted(self._running, key=rank) if item.is_due(self.num_steps) is due]
             budget = self._plan_decodes(group, chosen, budget)
-            budget = self._plan_prefills(group, chosen, budget)
-            budget = self._admit_waiting(due, chosen, budget)
+            share = min(budget, room)
+            used = share - self._admit_waiting(due, chosen, self._plan_prefills(group, chosen, share))
+            budget, room = budget - used, room - used
         if not chosen:
             return None
         slices = tuple(sequence.slice(num_tokens) for sequence, num_tokens in chosen.items())
@@ -162,11 +167,12 @@ class Scheduler:
         self._age(chosen)
         return self._in_flight
 
-    def commit(self, plan: StepPlan, drawn: Collection[tuple[Answer, ...]]) -> list[Progress]:
-        """Take what was drawn for the samples of each slice of the step in flight, in order."""
+    def commit(self, plan: StepPlan, drawn: Collection[tuple[Answer, ...]], duration_s: float = 0.0) -> list[Progress]:
+        """Take what was drawn for the samples of each slice of the step in flight, in order, and how long it took."""
         if plan is not self._in_flight or len(drawn) != len(plan.slices):
             raise InvariantBroken("commit of a step that is not in flight")
         computing, self._computing, self._in_flight = self._computing, (), None
+        self._pace.learn(duration_s, plan.num_tokens - plan.num_decodes, plan.num_decodes)
         self.pool.release([source for source, _target in plan.copies])
         progress = []
         for sequence, item, answer in zip(computing, plan.slices, drawn, strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Final
 
@@ -30,6 +31,8 @@ class SchedulerConfig:
         decodes to compute and too few prompt tokens to fill the budget; 0 waits for nobody. Fewer steps then carry
         prompts, which pays where such a step costs more than its tokens (as SGLang's prefill delayer and TensorRT-LLM's
         batch_wait_timeout_iters have it). On our CPU kernels it does not.
+    max_decode_slowdown: how many times longer than its decodes alone a step may take for the prompts that share it
+        (engine/step_pace.py); inf: no bound but the budget.
     max_scored_tokens: most tokens of a step that belong to prompts to be scored: each needs a row of logits in memory.
     """
 
@@ -41,8 +44,11 @@ class SchedulerConfig:
     max_overtakes: int = 16
     prefill_delay_steps: int = 0
     max_scored_tokens: int = 64
+    max_decode_slowdown: float = math.inf
 
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():
             if getattr(self, name) < least:
                 raise BadRequest(name, f"must be at least {least}, got {getattr(self, name)}")
+        if not self.max_decode_slowdown > 1.0:
+            raise BadRequest("max_decode_slowdown", f"must be a number above 1, got {self.max_decode_slowdown}")

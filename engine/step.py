@@ -107,6 +107,12 @@ class SequenceSlice:
     def end(self) -> int:
         return self.start + len(self.token_ids)
 
+    @property
+    def is_decode(self) -> bool:
+        """One token, which is output."""
+        last = self.samples[-1] if len(self.token_ids) == 1 and self.samples else None
+        return isinstance(last, SampleSpec) and last.position > 0
+
 
 @dataclass(frozen=True, slots=True)
 class ScoredToken:
@@ -142,6 +148,11 @@ class StepPlan:
     @property
     def num_tokens(self) -> int:
         return sum(len(item.token_ids) for item in self.slices)
+
+    @property
+    def num_decodes(self) -> int:
+        """Slices that are one output token, whose next one is drawn."""
+        return sum(item.is_decode for item in self.slices)
 
     @property
     def samples(self) -> list[RowSpec]:

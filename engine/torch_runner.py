@@ -8,7 +8,6 @@ from typing import Final
 
 import torch
 
-from core.blocks import KvGeometry
 from engine.attention.backend import AttentionBatch
 from engine.attention.cpu import CpuAttention
 from engine.dtypes import require_dtype
@@ -38,13 +37,7 @@ class TorchModelRunner:
         self.vocab_size = config.vocab_size
         self.max_context_tokens = config.max_context_tokens
         torch_dtype = require_dtype(dtype)
-        self.geometry = KvGeometry(
-            block_size=block_size,
-            num_layers=config.num_layers,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            dtype_bytes=torch_dtype.itemsize,
-        )
+        self.geometry = config.kv_geometry(block_size, torch_dtype.itemsize)
         # Zeroed, not empty: a masked lane multiplies stale contents by 0, and 0 x NaN is NaN.
         self._kv_pool = torch.zeros(
             (num_blocks, config.num_layers, 2, config.num_kv_heads, block_size, config.head_dim), dtype=torch_dtype

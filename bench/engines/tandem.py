@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from importlib.metadata import version
 from pathlib import Path
 
@@ -26,7 +27,7 @@ class TandemEngine:
         num_blocks = num_blocks_for(settings.kv_tokens, BLOCK_SIZE)
         self._runner = load_runner(Path(settings.model), settings.dtype, num_blocks, BLOCK_SIZE)
         limits = ModelLimits(BLOCK_SIZE, self._runner.max_context_tokens, ())
-        config = SchedulerConfig(token_budget=settings.token_budget) if settings.token_budget else SchedulerConfig()
+        config = SchedulerConfig(settings.token_budget or 256, max_decode_slowdown=2.0)  # as a worker's defaults
         self._scheduler = Scheduler(config, BlockPool(num_blocks), limits, b"bench", no_stop_strings)
         self._sampling = SamplingParams(temperature=settings.temperature)
         self._request_ids: set[str] = set()
@@ -41,7 +42,9 @@ class TandemEngine:
     def step(self) -> list[str]:
         plan = self._scheduler.plan()
         assert plan is not None
-        progress = self._scheduler.commit(plan, self._runner.run(plan))
+        start_s = time.perf_counter()
+        drawn = self._runner.run(plan)
+        progress = self._scheduler.commit(plan, drawn, time.perf_counter() - start_s)
         return [item.request_id for item in progress if item.deltas]
 
     def clear(self) -> None:

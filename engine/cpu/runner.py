@@ -10,7 +10,6 @@ from typing import Final
 import numpy as np
 import torch
 
-from core.blocks import KvGeometry
 from core.errors import BadRequest, InvariantBroken
 from engine.cpu.build import KernelsUnavailable, build_library
 from engine.cpu.library import Int32Array, KernelEngine, KernelLibrary
@@ -53,13 +52,7 @@ class CpuModelRunner:
         self.dtype = dtype
         self.vocab_size = config.vocab_size
         self.max_context_tokens = config.max_context_tokens
-        self.geometry = KvGeometry(
-            block_size=block_size,
-            num_layers=config.num_layers,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            dtype_bytes=DTYPES[dtype].itemsize,
-        )
+        self.geometry = config.kv_geometry(block_size, DTYPES[dtype].itemsize)
         self.kv_layout = KV_LAYOUTS[dtype]
         self.numeric_class = _numeric_class(library.instruction_set, dtype)
         # Fresh memory is zero, and must be finite: a masked lane multiplies stale contents by 0, and 0 x NaN is NaN.

@@ -20,7 +20,6 @@ from typing import Final, Protocol
 
 import torch
 
-from core.blocks import KvGeometry
 from core.errors import BadRequest
 from engine.attention.backend import DeviceBatch
 from engine.attention.paged import KV_LAYOUT
@@ -74,13 +73,7 @@ class GpuModelRunner:
         self.dtype = dtype
         self.vocab_size = config.vocab_size
         self.max_context_tokens = config.max_context_tokens
-        self.geometry = KvGeometry(
-            block_size=block_size,
-            num_layers=config.num_layers,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            dtype_bytes=DTYPES[dtype].itemsize,
-        )
+        self.geometry = config.kv_geometry(block_size, DTYPES[dtype].itemsize)
         self._device = device
         self._num_blocks = num_blocks
         # Zeroed, because stale contents must be finite; one block more, for what padding rows write.

@@ -60,6 +60,8 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> N
         ({"block_size": 1000}, "block_size"),
         ({"token_budget": 0}, "token_budget"),
         ({"prefill_delay_steps": -1}, "prefill_delay_steps"),
+        ({"max_decode_slowdown": 1.0}, "max_decode_slowdown"),
+        ({"max_decode_slowdown": float("nan")}, "max_decode_slowdown"),
         ({"redis_url": "http://x"}, "redis_url"),
         ({"lease_s": float("nan")}, "lease_s"),
         ({"model_folder": None}, "model_folder"),

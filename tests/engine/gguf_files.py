@@ -17,6 +17,17 @@ from tests.engine.tiny_model import SPECIAL_TOKENS
 TOKENS: Final = [*SPECIAL_TOKENS, *BYTE_OF_CHARACTER, "hi"]
 F32: Final = gguf.GGMLQuantizationType.F32
 
+CONFIG = {  # of a tiny model
+    "vocab_size": len(TOKENS),
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+}
+
 
 def tokenizer_fields(num_tokens: int = len(TOKENS), pre: str = "smollm") -> dict[str, object]:
     """Metadata of a tokenizer in which every byte is a token, filled up to `num_tokens` as the converter does."""

@@ -15,19 +15,8 @@ from engine.model_config import ModelConfig
 from engine.tokenizer import Tokenizer
 from engine.weights import load_weights
 from tests.engine.blocks import gguf_type
-from tests.engine.gguf_files import TOKENS, model_fields, tokenizer_fields, write_gguf
+from tests.engine.gguf_files import CONFIG, model_fields, tokenizer_fields, write_gguf
 from tests.engine.tiny_model import tiny_tensors
-
-CONFIG = {
-    "vocab_size": len(TOKENS),
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "rms_norm_eps": 1e-5,
-}
 
 
 def _silent(_line: str) -> None:

@@ -13,19 +13,9 @@ from engine.gguf_import import folder_for, import_default_model, import_gguf
 from engine.model_config import ModelConfig
 from engine.tokenizer import Tokenizer
 from engine.torch_runner import TorchModelRunner
-from tests.engine.gguf_files import TOKENS, model_fields, tokenizer_fields, write_gguf
+from tests.engine.gguf_files import CONFIG, TOKENS, model_fields, tokenizer_fields, write_gguf
 from tests.engine.tiny_model import tiny_tensors
 
-CONFIG = {
-    "vocab_size": len(TOKENS),
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "rms_norm_eps": 1e-5,
-}
 FIELDS = model_fields("llama", CONFIG) | tokenizer_fields()
 
 
