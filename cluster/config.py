@@ -19,6 +19,7 @@ MAX_ROUTERS: Final = 16
 ROUTER_PORT_STEP: Final = 10  # the default ports of one router lie side by side
 OWN_ADDRESS: Final = "auto"
 PORTS: Final = ("http_port", "grpc_port", "registry_port")
+STEPS_AHEAD: Final = 4  # of prompts, for each worker; the rest waits in the router
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +98,9 @@ class ClusterConfig:
     local_prefill_cost: float = 2.0
     """A prompt is computed on its decode worker when that gives its first token so many times sooner than the prefill
     workers would. 1: wherever it is sooner; .inf: always on a prefill worker."""
+    policy_file: Path | None = None
+    """What the router may be told while it runs: tenants, their keys and limits, the queue's bounds; read again when it
+    changes (docs/operations/admission.md). None: nothing."""
     drain_timeout_s: float = 5.0
     """How long running requests may go on after a stop was asked for."""
     heartbeat_timeout_s: float = 20.0
@@ -237,7 +241,9 @@ def router_config(cluster: ClusterConfig) -> RouterConfig:
     return RouterConfig(
         **{name: getattr(cluster, name) for name in shared} | {"model_name": cluster.served_model_name},
         max_context_tokens=cluster.num_blocks * cluster.block_size,
-        dispatcher=DispatcherConfig(local_prefill_cost=cluster.local_prefill_cost),
+        dispatcher=DispatcherConfig(
+            local_prefill_cost=cluster.local_prefill_cost, tokens_ahead=STEPS_AHEAD * cluster.token_budget
+        ),
     )
 
 

@@ -11,6 +11,7 @@ from typing import Final
 
 from cluster.config import ClusterConfig
 from core.errors import BadRequest
+from router.policy_file import read_policy
 
 TRIES: Final = 20
 
@@ -42,6 +43,12 @@ def require_model(folder: Path) -> None:
     for name in ("config.json", "tokenizer.json"):
         if not (folder / name).is_file():
             raise BadRequest("--model", f"{folder} is no model folder: it has no {name}")
+
+
+def require_policy(file: Path | None) -> None:
+    """Raises: BadRequest: what is wrong in it, by its path."""
+    if file is not None:
+        read_policy(file)
 
 
 def _usable_port(flag: str, host: str, port: int) -> int:

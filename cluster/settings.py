@@ -27,15 +27,17 @@ def load_cluster_config(file: Path | None, overrides: Mapping[str, Any], default
     values = {"model_folder": default_model, **(_read_yaml(file) if file else {}), **_environment(), **overrides}
     if values.get("aggregated") and values.get("num_prefill"):
         raise BadRequest("num_prefill", "an aggregated cluster has no prefill workers: leave it out")
-    if isinstance(values["model_folder"], str):
-        values["model_folder"] = Path(values["model_folder"])
+    for name in ("model_folder", "policy_file"):
+        if isinstance(values.get(name), str):
+            values[name] = Path(values[name])
     hints = typing.get_type_hints(ClusterConfig)
     for name, value in values.items():
         if name not in hints:
             raise BadRequest(name, f"is not a setting; the settings are {', '.join(hints)}")
         values[name] = _typed(name, value, hints[name])
     config = ClusterConfig(**values)
-    return replace(config, model_folder=config.model_folder.expanduser().absolute())
+    policy_file = config.policy_file and config.policy_file.expanduser().absolute()
+    return replace(config, model_folder=config.model_folder.expanduser().absolute(), policy_file=policy_file)
 
 
 def _environment() -> dict[str, Any]:

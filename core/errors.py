@@ -2,6 +2,7 @@
 
 TandemError
 ├── BadRequest        never retry: the request itself is wrong; names the field
+├── Unauthenticated   never retry with this key: it is nobody's
 ├── BadModel          never serve this folder: the model is damaged or of a kind that we do not compute
 ├── Rejected          retry after `retry_after_s`, or elsewhere: we are full, draining or have no worker
 ├── TransferFailed    resend or recompute: KV bytes did not arrive whole
@@ -37,6 +38,10 @@ class BadRequest(TandemError):
         self.code = code
 
 
+class Unauthenticated(TandemError):
+    """The caller sent no key where one is needed, or one that we do not know."""
+
+
 class BadModel(TandemError):
     """A model's files are missing, damaged or of a kind that this engine does not compute; names file and field."""
 
@@ -45,8 +50,12 @@ class RejectReason(StrEnum):
     """Why a request was turned away: one closed list for HTTP, gRPC, logs and metrics."""
 
     NO_WORKER = "no_worker"  # no READY worker of a needed role
-    QUEUE_FULL = "queue_full"  # the router already holds its bound of waiting requests
+    QUEUE_FULL = "queue_full"  # the router already holds its bound of requests
     QUEUE_TIMEOUT = "queue_timeout"  # waited its bound without a worker having room
+    SHED = "shed"  # waited, and made room for one that goes first or whose tenant waits with less
+    SLOW_FIRST_TOKEN = "slow_first_token"  # its first token is predicted later than the bound
+    TENANT_CONCURRENCY = "tenant_concurrency"  # its tenant has as many open as it may
+    TENANT_TOKENS = "tenant_tokens"  # its tenant has used the tokens of its rate
     TIMEOUT = "timeout"  # lived its bound without coming to an end
     DRAINING = "draining"  # this router is shutting down
 

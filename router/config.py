@@ -14,7 +14,7 @@ class RouterConfig:
     """model_folder: tokenizer, chat template and limits are read there; the weights are not.
     silence_timeout_s: a worker that says nothing for so long is given up. drain_timeout_s: how long open requests
     may go on after a stop. max_context_tokens: what one worker's KV pool holds, when the model's context is longer.
-    max_workers: most that register. Ports: 0 takes any free one.
+    max_workers: most that register. Ports: 0 takes any free one. policy_file: see router/policy_file.py; None: none.
 
     The registry has a port of its own because whoever reaches it is believed: a death reported there frees blocks."""
 
@@ -30,6 +30,7 @@ class RouterConfig:
     drain_timeout_s: float = 5.0
     max_workers: int = 1024
     max_context_tokens: int | None = None
+    policy_file: Path | None = None
     dispatcher: DispatcherConfig = field(default_factory=DispatcherConfig)
 
     def __post_init__(self) -> None:

@@ -32,6 +32,9 @@ from core.messages import (
     StepOutput,
 )
 from core.request import FinishReason, GenerateRequest, Placement, TokenDelta
+from router.admission.admission import Admission
+from router.admission.fair_line import Waiting
+from router.admission.policy import AdmissionPolicy
 from router.flow import Flow, Leg, Output, Stage
 from router.policy.choose import Plan, choose, filter_fitting
 from router.view import ClusterView
@@ -41,18 +44,20 @@ FAILURES: Final = frozenset({FinishReason.ABORT, FinishReason.ERROR, FinishReaso
 
 @dataclass(frozen=True, slots=True)
 class DispatcherConfig:
-    """max_open_requests: most requests in any stage. queue_timeout_s: longest wait for ready workers.
+    """max_open_requests: most requests in any stage. queue_timeout_s: longest wait for ready workers, of a request that
+    had its turn. tokens_ahead: prompt tokens that may be out for each worker, see router/admission/room.py.
     max_attempts: plans that may follow each other without a token. max_migrations: how often a request may lose the
     workers that gave it tokens: one that kills them must not kill all. request_timeout_s: longest life of a request.
     local_prefill_cost: a prompt is computed on its decode worker when that gives its first token so many times sooner
     than the prefill workers would; inf: never while there are any."""
 
-    max_open_requests: int = 1024
+    max_open_requests: int = 4096
     queue_timeout_s: float = 30.0
     max_attempts: int = 3
     max_migrations: int = 16
     request_timeout_s: float = 1800.0
     local_prefill_cost: float = 2.0
+    tokens_ahead: int = 1024
 
     def __post_init__(self) -> None:
         if not self.local_prefill_cost >= 1.0:
@@ -101,12 +106,14 @@ class Dispatcher:
     """Every open request of one router. `router_id` is of this life of the router alone."""
 
     def __init__(self, config: DispatcherConfig, view: ClusterView, router_id: str) -> None:
+        self.admission = Admission(AdmissionPolicy(), view, config.tokens_ahead)
         self._config = config
         self._view = view
         self._router_id = router_id
         self._serials = itertools.count(1)
         self._flows: dict[str, Flow] = {}  # by request id, in order of arrival
         self._attempts: dict[str, Leg] = {}  # by attempt id
+        self._stranded: dict[Leg, None] = {}  # had their turn, and no workers fit
 
     @property
     def num_open(self) -> int:
@@ -114,13 +121,15 @@ class Dispatcher:
 
     @property
     def num_queued(self) -> int:
-        return sum(any(leg.stage is Stage.QUEUED for leg in flow.legs) for flow in self._flows.values())
+        return len(self.admission.line) + len({leg.flow.request.request_id for leg in self._stranded})
 
-    def submit(self, request: GenerateRequest, placement: Placement, now: float) -> list[Effect]:
-        """Take a request.
+    def submit(
+        self, request: GenerateRequest, placement: Placement, now: float, max_ttft_s: float | None = None
+    ) -> list[Effect]:
+        """Take a request. max_ttft_s: its caller would rather be refused than wait longer for the first token.
 
-        Raises: Rejected: as many are open as this router holds. BadRequest: the id is in use, or no worker's whole KV
-            pool could hold the request.
+        Raises: Rejected: as Admission.enter, or as many are open as this router holds. BadRequest: the id is in use, or
+            no worker's whole KV pool could hold the request.
         """
         if len(self._flows) >= self._config.max_open_requests:
             raise Rejected(RejectReason.QUEUE_FULL, f"{len(self._flows)} requests are open")
@@ -130,20 +139,24 @@ class Dispatcher:
         if decodes and not filter_fitting(decodes, request):
             most_tokens = request.num_prompt_tokens + request.stop.max_tokens
             raise BadRequest("max_tokens", f"prompt and output, {most_tokens} tokens, fit into no worker's KV pool")
+        shed = self.admission.enter(request, now, max_ttft_s)
         outputs = [Output() for _ in range(request.num_choices)]
         flow = Flow(request, placement, now, now + self._config.request_timeout_s, outputs)
-        leg = Leg(flow, request, tuple(range(request.num_choices)), now + self._config.queue_timeout_s)
-        flow.legs.append(leg)
+        max_wait_s = self.admission.max_wait_s(request)
+        flow.legs.append(Leg(flow, request, tuple(range(request.num_choices)), now + max_wait_s))
         self._flows[request.request_id] = flow
-        return self._plan(leg, now)
+        return [*self._shed(shed, now), *self._admit(now)]
 
-    def cancel(self, request_id: str) -> list[Effect]:
+    def cancel(self, request_id: str, now: float) -> list[Effect]:
         """The client left, or has what it wanted. Unknown ids are ignored."""
         flow = self._flows.get(request_id)
-        return [] if flow is None else self._end(flow)
+        return [] if flow is None else [*self._end(flow, now), *self._admit(now)]
 
     def answered(self, worker: WorkerRef, answer: Answer, now: float) -> list[Effect]:
         """What a worker said."""
+        return [*self._heard(worker, answer, now), *self._admit(now)]
+
+    def _heard(self, worker: WorkerRef, answer: Answer, now: float) -> list[Effect]:
         match answer:
             case StepOutput(deltas, load, others):
                 self._view.heard(worker, load, others)
@@ -167,24 +180,46 @@ class Dispatcher:
         for leg in self._legs():
             if leg.stage not in (Stage.QUEUED, Stage.DONE) and leg.uses(worker):
                 effects += self._plan_again(leg, error, now)
-        return effects
+        self.admission.workers_changed()
+        return [*effects, *self._admit(now)]
 
     def serve_queue(self, now: float) -> list[Effect]:
-        """Plan those who wait, in order, as far as workers are ready."""
-        queued = [leg for leg in self._legs() if leg.stage is Stage.QUEUED]
-        return [effect for leg in queued for effect in self._plan(leg, now)]
+        """Plan those who wait, as far as workers are ready: first those who had their turn."""
+        self.admission.workers_changed()
+        return [*(effect for leg in list(self._stranded) for effect in self._plan(leg, now)), *self._admit(now)]
 
     def tick(self, now: float) -> list[Effect]:
         """End what has waited too long."""
         effects: list[Effect] = []
         for flow in list(self._flows.values()):
             if any(leg.stage is Stage.QUEUED and now >= leg.queue_deadline_s for leg in flow.legs):
-                message = f"no worker became ready within {self._config.queue_timeout_s} s"
-                effects += self._fail(flow, Rejected(RejectReason.NO_WORKER, message))
+                effects += self._fail(flow, self._waited_too_long(flow, now), now)
             elif now >= flow.deadline_s:
                 message = f"not done within {self._config.request_timeout_s} s"
-                effects += self._fail(flow, Rejected(RejectReason.TIMEOUT, message))
+                effects += self._fail(flow, Rejected(RejectReason.TIMEOUT, message), now)
+        return [*effects, *self._admit(now)]
+
+    def _admit(self, now: float) -> list[Effect]:
+        """Give as many their turn as the workers have room for."""
+        effects: list[Effect] = []
+        while (request_id := self.admission.next(now)) is not None:
+            (leg,) = self._flows[request_id].legs
+            effects += self._plan(leg, now)
         return effects
+
+    def _shed(self, waiting: Waiting | None, now: float) -> list[Effect]:
+        if waiting is None:
+            return []
+        message = "the queue is full, and others go before it"
+        error = Rejected(RejectReason.SHED, message, self.admission.retry_after_s())
+        return self._fail(self._flows[waiting.request_id], error, now)
+
+    def _waited_too_long(self, flow: Flow, now: float) -> Rejected:
+        waited = f"within {now - flow.arrived_s:.0f} s"
+        if flow.request.request_id in self.admission.line and self._view.has_ready(Role.DECODE):
+            message = f"its turn did not come {waited}"
+            return Rejected(RejectReason.QUEUE_TIMEOUT, message, self.admission.retry_after_s())
+        return Rejected(RejectReason.NO_WORKER, f"no worker became ready {waited}")
 
     def _legs(self) -> list[Leg]:
         """In order of their requests' arrival."""
@@ -194,7 +229,9 @@ class Dispatcher:
         flow = leg.flow
         plan = choose(leg.request, flow.placement, self._view, self._config.local_prefill_cost)
         if plan is None:
+            self._stranded[leg] = None
             return []
+        self._stranded.pop(leg, None)
         leg.plan = plan
         leg.num_attempts += 1
         flow.num_plans += 1
@@ -206,6 +243,7 @@ class Dispatcher:
         num_tokens = leg.request.num_given_tokens
         self._view.assign(plan.decode, num_tokens)
         self._view.prefills(plan.prefiller).begin(num_tokens)
+        self.admission.out.begin(num_tokens)
         leg.prefill_open, leg.prefill_begun_s = True, now
         planned = Planned(flow.request.request_id, flow.num_plans, attempt_id, plan, now - flow.arrived_s)
         if plan.prefill is None:
@@ -229,9 +267,9 @@ class Dispatcher:
             return []
         match answer.reason:
             case RefuseReason.BAD_REQUEST:
-                return self._fail(leg.flow, BadRequest("prompt", answer.message))
+                return self._fail(leg.flow, BadRequest("prompt", answer.message), now)
             case RefuseReason.NO_BLOCKS:
-                return self._fail(leg.flow, Rejected(RejectReason.QUEUE_TIMEOUT, answer.message))
+                return self._fail(leg.flow, Rejected(RejectReason.QUEUE_TIMEOUT, answer.message), now)
             case RefuseReason.TRANSFER_FAILED:
                 return self._plan_again(leg, TransferFailed(f"{worker}: {answer.message}"), now)
             case RefuseReason.DRAINING:
@@ -262,11 +300,11 @@ class Dispatcher:
             for item in ready
         ]
         if broken:
-            return effects + self._end(flow)
+            return effects + self._end(flow, now)
         if all(output.ended for output in leg.outputs):
             # A decode worker that has not drawn the last token does not know yet that nothing is left to do.
             effects += self._recall(leg) if worker == leg.plan.prefill else []
-            self._close(leg)
+            self._close(leg, now)
         return effects
 
     def _plan_again(self, leg: Leg, error: TandemError, now: float) -> list[Effect]:
@@ -277,7 +315,7 @@ class Dispatcher:
         if flow.num_migrations > self._config.max_migrations or (
             not moves and leg.num_attempts >= self._config.max_attempts
         ):
-            return self._fail(flow, error)
+            return self._fail(flow, error, now)
         effects = self._recall(leg)
         self._take_off_the_books(leg)
         if not moves:
@@ -290,14 +328,14 @@ class Dispatcher:
         flow.legs += continued
         return effects + [effect for item in continued for effect in self._plan(item, now)]
 
-    def _fail(self, flow: Flow, error: TandemError) -> list[Effect]:
-        return [*self._end(flow), Fail(flow.request.request_id, error)]
+    def _fail(self, flow: Flow, error: TandemError, now: float) -> list[Effect]:
+        return [*self._end(flow, now), Fail(flow.request.request_id, error)]
 
-    def _end(self, flow: Flow) -> list[Effect]:
+    def _end(self, flow: Flow, now: float) -> list[Effect]:
         """Nothing more is wanted of it."""
         effects = [effect for leg in flow.legs for effect in self._recall(leg)]
         for leg in list(flow.legs):
-            self._close(leg)
+            self._close(leg, now)
         return effects
 
     def _recall(self, leg: Leg) -> list[Effect]:
@@ -309,14 +347,23 @@ class Dispatcher:
             workers.append(leg.plan.prefill)
         return [Send(ref, CancelRequest(leg.request.request_id)) for ref in workers if self._view.get(ref) is not None]
 
-    def _close(self, leg: Leg) -> None:
+    def _close(self, leg: Leg, now: float) -> None:
         """It is over; with its last leg a request is."""
         if leg.stage is not Stage.QUEUED:
             self._take_off_the_books(leg)
+        self._stranded.pop(leg, None)
         leg.move(Stage.DONE)
         leg.flow.legs.remove(leg)
         if not leg.flow.legs:
-            del self._flows[leg.flow.request.request_id]
+            self._forget(leg.flow, now)
+
+    def _forget(self, flow: Flow, now: float) -> None:
+        request = flow.request
+        del self._flows[request.request_id]
+        self.admission.leave(request.request_id, now)
+        for output in flow.outputs:
+            if output.ended:
+                self.admission.expected.learn(request.tenant, len(output.tokens))
 
     def _take_off_the_books(self, leg: Leg) -> None:
         """The workers no longer have the current attempt."""
@@ -330,5 +377,6 @@ class Dispatcher:
             return
         leg.prefill_open = False
         self._view.prefills(leg.plan.prefiller).end(leg.request.num_given_tokens)
+        self.admission.out.end(leg.request.num_given_tokens)
         if leg.plan.prefill is not None:
             self._view.unassign(leg.plan.prefill, leg.request.num_given_tokens)

@@ -3,7 +3,7 @@
 A leg is one line of work with workers of its own. A request begins as one leg for all its choices, and stays one while
 it can begin again. When its workers are lost after tokens are out, each choice goes on in a leg of its own, from its
 latest token on. A leg's stages:
-1. QUEUED: no fitting workers are ready; first come, first served, for a bounded time.
+1. QUEUED: its turn has not come (router/admission/), or no fitting workers are ready; for a bounded time.
 2. RESERVING: the decode worker was asked for blocks. 3. PREFILLING: the prefill worker has the ticket.
 4. DECODING: the first token is out (or the decode worker does both), the rest streams.
 5. DONE: finished, failed, cancelled or continued by others; every worker that held something was told.

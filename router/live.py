@@ -14,8 +14,11 @@ from core.errors import BadRequest, Rejected, RejectReason, TandemError
 from core.membership import Life, Role, WorkerInfo, WorkerLoad, WorkerRef
 from core.messages import PeerDead, PeerJoined
 from core.request import GenerateRequest, Placement, TokenDelta
+from router.admission.limits import TenantLimits
 from router.config import RouterConfig
 from router.dispatcher import Deliver, Dispatcher, Effect, Fail, Planned, Send
+from router.limiter import Limiter, OwnLimiter
+from router.policy_file import Policy
 from router.view import ClusterView
 from router.worker_link import WorkerLink
 from telemetry.logs import log_state
@@ -41,6 +44,7 @@ class LiveDispatcher:
         self._metrics = metrics
         self.view = ClusterView()
         self._dispatcher = Dispatcher(config.dispatcher, self.view, router_id)
+        self._limiter: Limiter = OwnLimiter(TenantLimits(lambda name: self._dispatcher.admission.policy.tenant(name)))
         self._links: dict[WorkerRef, WorkerLink] = {}
         self._deaths: deque[WorkerRef] = deque(maxlen=MAX_DEATHS)
         self._outputs: dict[str, asyncio.Queue[TokenDelta | TandemError | None]] = {}  # None: it is over
@@ -55,6 +59,10 @@ class LiveDispatcher:
     def num_queued(self) -> int:
         return self._dispatcher.num_queued
 
+    def apply(self, policy: Policy) -> None:
+        """What an operator says from now on; of what is open already nothing changes."""
+        self._dispatcher.admission.policy = policy.admission
+
     def state(self) -> RouterState:
         """For a scrape."""
         workers = self.view.workers()
@@ -63,6 +71,7 @@ class LiveDispatcher:
         lives.update(Counter((worker.info.role, worker.life) for worker in workers))
         return RouterState(
             queued_requests=self.num_queued,
+            waiting_requests=self._dispatcher.admission.line.lengths(),
             workers=lives,
             held_blocks=sum(worker.load.used_blocks + worker.load.quarantined_blocks for worker in decodes),
             num_blocks=sum(worker.info.num_blocks for worker in decodes),
@@ -75,31 +84,44 @@ class LiveDispatcher:
             return "shutting down"
         return None if self.view.has_ready(Role.DECODE) else "no ready decode worker"
 
-    async def generate(self, request: GenerateRequest, placement: Placement) -> AsyncGenerator[TokenDelta, None]:
+    async def generate(
+        self, request: GenerateRequest, placement: Placement, max_ttft_s: float | None = None
+    ) -> AsyncGenerator[TokenDelta, None]:
         """Each output position of each choice once, in order. Closing the generator frees the request everywhere.
+        max_ttft_s: as in Dispatcher.submit.
 
-        Raises: Rejected: not taken, or no worker in time. BadRequest: a worker can never serve it.
+        Raises: Rejected: its tenant has what it may have, it is not taken, or there is no worker in time.
+            BadRequest: a worker can never serve it.
             WorkerLost, TransferFailed: its workers were lost too often (DispatcherConfig).
         """
         if self._closing:
             raise Rejected(RejectReason.DRAINING, "this router is shutting down")
-        effects = self._dispatcher.submit(request, placement, time.monotonic())
-        output: asyncio.Queue[TokenDelta | TandemError | None] = asyncio.Queue()
-        self._outputs[request.request_id] = output
+        permit = await self._limiter.take(request.tenant, self._dispatcher.admission.expected.of(request))
+        used_tokens = request.num_prompt_tokens
         try:
-            self._perform(effects)
-            while True:
-                item = await output.get()
-                if item is None:
-                    return
-                if isinstance(item, TandemError):
-                    raise item
-                yield item
+            effects = self._dispatcher.submit(request, placement, time.monotonic(), max_ttft_s)
+            output: asyncio.Queue[TokenDelta | TandemError | None] = asyncio.Queue()
+            self._outputs[request.request_id] = output
+            try:
+                self._perform(effects)
+                while True:
+                    item = await output.get()
+                    if item is None:
+                        return
+                    if isinstance(item, TandemError):
+                        raise item
+                    used_tokens += len(item.token_ids)
+                    yield item
+            finally:
+                del self._outputs[request.request_id]
+                if not self._outputs:
+                    self._idle.set()
+                self._perform(self._dispatcher.cancel(request.request_id, time.monotonic()))
+        except Rejected:
+            used_tokens = 0  # what we turn away costs nothing
+            raise
         finally:
-            del self._outputs[request.request_id]
-            if not self._outputs:
-                self._idle.set()
-            self._perform(self._dispatcher.cancel(request.request_id))
+            self._limiter.give_back(permit, used_tokens)
 
     def announce(self, info: WorkerInfo, load: WorkerLoad, *, draining: bool) -> None:
         """A worker says that it lives. Raises BadRequest: it cannot belong to this cluster, or is reported dead."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
+from pathlib import Path
 
 import grpc
 from aiohttp import web
@@ -22,8 +23,9 @@ from router.front.grpc_service import SERVER_OPTIONS, GrpcFront, build_grpc_serv
 from router.front.intake import ServedModel
 from router.front.openai_http import build_http_app, build_http_runner
 from router.live import LiveDispatcher
+from router.policy_file import Policy, follow_policy, read_policy
 from router.registry_service import SERVICE_NAME, RegistryServicer
-from telemetry.metrics import RouterMetrics, RouterStateCollector, RoutingMetrics
+from telemetry.metrics import PolicyMetrics, RouterMetrics, RouterStateCollector, RoutingMetrics
 from telemetry.tasks import EXIT_INVARIANT_BROKEN, BackgroundTasks, end_process
 
 logger = logging.getLogger(__name__)
@@ -42,7 +44,10 @@ class RouterProcess:
         self._drain_timeout_s = 0.0
 
     async def start(self, config: RouterConfig) -> RouterEndpoints:
-        """Listen for clients and workers. Raises: OSError: an address is taken. BadModel: no folder to serve from."""
+        """Listen for clients and workers.
+
+        Raises: OSError: an address is taken. BadModel: no folder to serve from. BadRequest: the policy file is wrong.
+        """
         self._drain_timeout_s = config.drain_timeout_s
         registry = CollectorRegistry()
         routing = RoutingMetrics(registry)
@@ -54,6 +59,8 @@ class RouterProcess:
         self._grammars = GrammarGate(config.model_folder, model.vocab_size)
         self._tasks.spawn(self._grammars.start())
         front = Front(self._dispatcher, tokenizer, model, metrics, self._grammars.check)
+        if config.policy_file is not None:
+            self._follow(config.policy_file, front, PolicyMetrics(registry))
         grpc_address = await self._start_grpc(config, front)
         http_address = await self._start_http(config, front)
         registry_address = await self._start_registry(config)
@@ -77,6 +84,17 @@ class RouterProcess:
             await self._grpc.server.stop(grace=0.5)
         if self._registry is not None:
             await self._registry.stop(grace=0.5)
+
+    def _follow(self, file: Path, front: Front, metrics: PolicyMetrics) -> None:
+        dispatcher = self._dispatcher
+        assert dispatcher is not None
+
+        def apply(policy: Policy) -> None:
+            front.apply(policy.admission)
+            dispatcher.apply(policy)
+
+        apply(read_policy(file))  # before anybody is served by another one
+        self._tasks.spawn(follow_policy(file, apply, metrics))
 
     async def _start_grpc(self, config: RouterConfig, front: Front) -> str:
         assert self._dispatcher is not None

@@ -31,6 +31,7 @@ class Outcome(StrEnum):
 
     OK = "ok"
     BAD_REQUEST = "bad_request"
+    UNAUTHENTICATED = "unauthenticated"
     REJECTED = "rejected"
     CANCELLED = "cancelled"  # the client left
     FAILED = "failed"
@@ -123,11 +124,32 @@ class RoutingMetrics:
         self._workers_lost.labels(role).inc()
 
 
+class PolicyMetrics:
+    """What becomes of the operator's policy file."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._reads = Counter(
+            "tandem_policy_reads_total", "New contents of the policy file.", ["outcome"], registry=registry
+        )
+        for outcome in ("applied", "refused"):
+            self._reads.labels(outcome)
+
+    def applied(self) -> None:
+        """Count contents that hold now."""
+        self._reads.labels("applied").inc()
+
+    def refused(self) -> None:
+        """Count contents that are wrong: what held before still does."""
+        self._reads.labels("refused").inc()
+
+
 @dataclass(frozen=True, slots=True)
 class RouterState:
-    """What a router is asked for at each scrape. workers: number by (role, life). Blocks: of decode workers."""
+    """What a router is asked for at each scrape. waiting_requests: in its queue, by band. workers: number by (role,
+    life). Blocks: of decode workers."""
 
     queued_requests: int
+    waiting_requests: Mapping[str, int]
     workers: Mapping[tuple[str, str], int]
     held_blocks: int  # used or quarantined
     num_blocks: int
@@ -148,6 +170,10 @@ class RouterStateCollector(Collector):
     def collect(self) -> Iterable[Metric]:
         state = self._read_state()
         yield GaugeMetricFamily("tandem_router_queued_requests", "Requests without workers.", state.queued_requests)
+        waiting = GaugeMetricFamily("tandem_router_waiting_requests", "Requests not admitted yet.", labels=["band"])
+        for band, number in state.waiting_requests.items():
+            waiting.add_metric([band], number)
+        yield waiting
         workers = GaugeMetricFamily("tandem_router_workers", "Workers known.", labels=["role", "life"])
         for (role, life), number in state.workers.items():
             workers.add_metric([role, life], number)

@@ -53,6 +53,12 @@ def add_addresses(parser: argparse.ArgumentParser) -> None:
     add_flag(parser, "--registry-port", "registry_port", "its port; 0: any free one", type=int, metavar="PORT")
 
 
+def add_policy(parser: argparse.ArgumentParser) -> None:
+    """--policy."""
+    text = "YAML with tenants, their keys and limits, and the queue's bounds; read again whenever it changes"
+    parser.add_argument("--policy", dest="policy_file", type=Path, metavar="FILE", help=text)
+
+
 def add_workers(parser: argparse.ArgumentParser) -> None:
     """How many workers, and what each is like."""
     add_flag(parser, "--prefill", "num_prefill", "prefill workers", type=int, metavar="N")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from cluster.commands import flags
-from cluster.preflight import require_model, resolve_ports
+from cluster.preflight import require_model, require_policy, resolve_ports
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -21,6 +21,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     flags.add_config(parser)
     flags.add_model(parser)
     flags.add_addresses(parser)
+    flags.add_policy(parser)
     parser.set_defaults(run=run)
 
 
@@ -28,6 +29,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Check what can be checked, then serve until a signal."""
     config = resolve_ports(flags.read_settings(arguments))
     require_model(config.model_folder)
+    require_policy(config.policy_file)
     # Imported here: slow (gRPC, aiohttp).
     from cluster.standalone import serve_router
 

@@ -10,7 +10,7 @@ from cluster.commands import flags
 from cluster.commands.model import ready_folder
 from cluster.config import ClusterConfig
 from cluster.folders import RunFolders, run_folders
-from cluster.preflight import require_model, resolve_ports
+from cluster.preflight import require_model, require_policy, resolve_ports
 from cluster.progress import Progress
 from cluster.supervisor import supervise
 
@@ -29,6 +29,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     flags.add_addresses(parser)
     text = "routers over the same workers; router i listens on each port plus 10 i"
     flags.add_flag(parser, "--routers", "num_routers", text, type=int, metavar="N")
+    flags.add_policy(parser)
     parser.add_argument("--redis-url", metavar="URL", help="Redis or Valkey to use (default: an embedded one)")
     flags.add_flag(parser, "--pin-workers", "pin_workers", "give each worker a core of its own", action="store_true")
     parser.add_argument(
@@ -43,6 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
     config = resolve_ports(flags.read_settings(arguments))
     config = replace(config, model_folder=ready_folder(config.model_folder, progress))
     require_model(config.model_folder)
+    require_policy(config.policy_file)
     with run_folders() as folders:
         progress.say(f"logs: {folders.logs}")
         # Ray puts the working folder first on its actors' import path: a `core` that lies there must not win.

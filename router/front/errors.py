@@ -8,9 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, assert_never
 
 import grpc
+from google.protobuf.duration_pb2 import Duration
+from google.rpc import error_details_pb2, status_pb2
+from grpc_status import rpc_status
 
 from core.errors import (
     BadRequest,
@@ -20,10 +23,13 @@ from core.errors import (
     RejectReason,
     TandemError,
     TransferFailed,
+    Unauthenticated,
     WorkerLost,
 )
 from core.request import FinishReason
 
+REASON_HEADER: Final = "x-tandem-reason"
+DOMAIN: Final = "tandem"
 RETRY_AFTER_LOSS_S: Final = 1.0  # about what the router needs to see a worker gone and plan around it
 
 
@@ -53,17 +59,29 @@ class EdgeError:
 
     @property
     def http_headers(self) -> dict[str, str]:
-        """Retry-After in whole seconds, rounded up, where a retry can help."""
-        if self.retry_after_s is None:
-            return {}
-        return {"Retry-After": str(max(1, math.ceil(self.retry_after_s)))}
+        """Retry-After in whole seconds, rounded up, where a retry can help; the code, which a proxy can read too."""
+        headers = {} if self.code is None else {REASON_HEADER: self.code}
+        if self.retry_after_s is not None:
+            headers["Retry-After"] = str(max(1, math.ceil(self.retry_after_s)))
+        if self.http_status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
+        return headers
 
     @property
-    def grpc_trailers(self) -> tuple[tuple[str, str], ...]:
-        """gRPC's own form of Retry-After, which clients with a retry policy obey."""
-        if self.retry_after_s is None:
+    def grpc_trailers(self) -> tuple[tuple[str, str | bytes], ...]:
+        """google.rpc's details: the code as an ErrorInfo, Retry-After as a RetryInfo; and gRPC's own form of that,
+        which clients with a retry policy obey."""
+        if self.code is None:
             return ()
-        return (("grpc-retry-pushback-ms", str(math.ceil(self.retry_after_s * 1000))),)
+        status = status_pb2.Status(code=self.grpc_status.value[0], message=self.message)
+        # The code as it is everywhere, although google.rpc would like capitals.
+        status.details.add().Pack(error_details_pb2.ErrorInfo(reason=self.code, domain=DOMAIN))
+        if self.retry_after_s is None:
+            return tuple(rpc_status.to_status(status).trailing_metadata)
+        retry_ms = math.ceil(self.retry_after_s * 1000)
+        delay = Duration(seconds=retry_ms // 1000, nanos=retry_ms % 1000 * 1_000_000)
+        status.details.add().Pack(error_details_pb2.RetryInfo(retry_delay=delay))
+        return (*rpc_status.to_status(status).trailing_metadata, ("grpc-retry-pushback-ms", str(retry_ms)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,14 +95,6 @@ class _Row:
 _UNAVAILABLE: Final = grpc.StatusCode.UNAVAILABLE
 _EXHAUSTED: Final = grpc.StatusCode.RESOURCE_EXHAUSTED
 
-# 429 is "you, or all of you, send too much"; 503 is "we are not able to now".
-_REJECTED: Final[Mapping[RejectReason, _Row]] = {
-    RejectReason.NO_WORKER: _Row(503, _UNAVAILABLE, "service_unavailable_error", "no_worker"),
-    RejectReason.QUEUE_FULL: _Row(429, _EXHAUSTED, "rate_limit_error", "queue_full"),
-    RejectReason.QUEUE_TIMEOUT: _Row(429, _EXHAUSTED, "rate_limit_error", "queue_timeout"),
-    RejectReason.TIMEOUT: _Row(503, _UNAVAILABLE, "service_unavailable_error", "timeout"),
-    RejectReason.DRAINING: _Row(503, _UNAVAILABLE, "service_unavailable_error", "draining"),
-}
 _FAILED: Final[Mapping[type[TandemError], _Row]] = {
     WorkerLost: _Row(503, _UNAVAILABLE, "service_unavailable_error", "worker_lost"),
     TransferFailed: _Row(503, _UNAVAILABLE, "service_unavailable_error", "transfer_failed"),
@@ -93,6 +103,7 @@ _FAILED: Final[Mapping[type[TandemError], _Row]] = {
     InvariantBroken: _Row(500, grpc.StatusCode.INTERNAL, "server_error", "internal_error"),
 }
 _BAD_REQUEST: Final = _Row(400, grpc.StatusCode.INVALID_ARGUMENT, "invalid_request_error", None)
+_UNAUTHENTICATED: Final = _Row(401, grpc.StatusCode.UNAUTHENTICATED, "authentication_error", "invalid_api_key")
 _INTERNAL: Final = _FAILED[InvariantBroken]
 
 
@@ -102,12 +113,32 @@ def edge_error(error: Exception) -> EdgeError:
         case BadRequest():
             return _seen(_BAD_REQUEST, str(error), code=error.code, field=error.field)
         case Rejected():
-            return _seen(_REJECTED[error.reason], str(error), retry_after_s=error.retry_after_s)
+            return _seen(_rejected(error.reason), str(error), retry_after_s=error.retry_after_s)
+        case Unauthenticated():
+            return _seen(_UNAUTHENTICATED, str(error))
         case TandemError() if type(error) in _FAILED:
             row = _FAILED[type(error)]
             return _seen(row, str(error), retry_after_s=RETRY_AFTER_LOSS_S if row.http_status == 503 else None)
         case _:
             return _seen(_INTERNAL, "internal error")
+
+
+def _rejected(reason: RejectReason) -> _Row:
+    """429 is "you, or all of you, send too much"; 503 is "we are not able to now"."""
+    match reason:
+        case RejectReason.NO_WORKER | RejectReason.TIMEOUT | RejectReason.DRAINING:
+            return _Row(503, _UNAVAILABLE, "service_unavailable_error", reason)
+        case (
+            RejectReason.QUEUE_FULL
+            | RejectReason.QUEUE_TIMEOUT
+            | RejectReason.SHED
+            | RejectReason.SLOW_FIRST_TOKEN
+            | RejectReason.TENANT_CONCURRENCY
+            | RejectReason.TENANT_TOKENS
+        ):
+            return _Row(429, _EXHAUSTED, "rate_limit_error", reason)
+        case _:
+            assert_never(reason)
 
 
 def renamed(error: BadRequest, names: Mapping[str, str]) -> BadRequest:

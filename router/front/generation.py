@@ -11,12 +11,14 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from core.errors import BadRequest, InvariantBroken
 from core.request import FinishReason, GenerateRequest, Placement, PromptLogprobs, TokenDelta, TokenLogprobs
 from engine.stop import StopStrings
+from router.admission.policy import AdmissionPolicy
+from router.front.caller import ANYONE, Caller, Keys, degraded
 from router.front.errors import GenerationFailed
 from router.front.intake import Draft, GrammarCheck, Intake, ServedModel, TextDecoder, Tokenizer
 from router.front.meter import Endpoint, Meter
@@ -28,8 +30,11 @@ from telemetry.metrics import RouterMetrics
 class Dispatcher(Protocol):
     """Finds workers for a request and merges what they send (router/dispatcher.py)."""
 
-    def generate(self, request: GenerateRequest, placement: Placement) -> AsyncGenerator[TokenDelta, None]:
+    def generate(
+        self, request: GenerateRequest, placement: Placement, max_ttft_s: float | None
+    ) -> AsyncGenerator[TokenDelta, None]:
         """Each output position of each choice exactly once, in order; the last delta of each has a finish reason.
+        max_ttft_s: the caller would rather be refused than wait longer for the first token.
 
         Closing it cancels the request on every worker. Raises what core/errors.py lists, at any time: also a
         stream may have to wait for workers, and find none.
@@ -76,7 +81,18 @@ class Front:
         self._tokenizer = tokenizer
         self._intake = Intake(tokenizer, model, check_grammar)
         self._clock = clock
+        self._policy = AdmissionPolicy()
+        self._keys = Keys(self._policy)
         self._open: set[str] = set()
+
+    def apply(self, policy: AdmissionPolicy) -> None:
+        """Whose keys are known, and what is cut short, from now on."""
+        self._policy = policy
+        self._keys = Keys(policy)
+
+    def caller(self, authorization: str | None, slo_ttft_ms: str | None) -> Caller:
+        """Who asks. Raises: Unauthenticated; BadRequest: naming the header."""
+        return self._keys.caller(authorization, slo_ttft_ms)
 
     def meter(self, endpoint: Endpoint, request_id: str) -> Meter:
         """The books of a request that arrives now; enter it before anything can fail."""
@@ -86,14 +102,14 @@ class Front:
         """Spells the tokens of one output."""
         return Speller(self._tokenizer)
 
-    async def prepare(self, draft: Draft) -> GenerateRequest:
+    async def prepare(self, draft: Draft, caller: Caller = ANYONE) -> GenerateRequest:
         """Check and tokenise. Raises: BadRequest: naming the field in Draft's words. Rejected: see Intake.prepare."""
-        return await self._intake.prepare(draft)
+        return degraded(await self._intake.prepare(replace(draft, tenant=caller.tenant)), self._policy)
 
     async def generate(
-        self, request: GenerateRequest, placement: Placement, meter: Meter
+        self, request: GenerateRequest, placement: Placement, meter: Meter, max_ttft_s: float | None = None
     ) -> AsyncGenerator[TextDelta, None]:
-        """Stream the output of a prepared request.
+        """Stream the output of a prepared request. max_ttft_s: as in Dispatcher.
 
         Raises: Rejected, WorkerLost, TransferFailed, PeerRefused: as the dispatcher does;
             GenerationFailed: a worker ended it with ERROR or ABORT; BadRequest: on `grammar`: with DEAD_END.
@@ -103,7 +119,7 @@ class Front:
         self._open.add(request.request_id)
         try:
             meter.accepted(request)
-            async with aclosing(self._dispatcher.generate(request, placement)) as token_deltas:
+            async with aclosing(self._dispatcher.generate(request, placement, max_ttft_s)) as token_deltas:
                 outputs = _Outputs(request, self._tokenizer)
                 async for token_delta in token_deltas:
                     delta = outputs.push(token_delta)

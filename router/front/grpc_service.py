@@ -14,9 +14,10 @@ from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from tandem.v1 import inference_pb2, inference_pb2_grpc
 
-from core.errors import BadRequest
+from core.errors import BadRequest, TandemError
 from core.request import Grammar, Placement
 from kv_transfer.request_codec import encode_logprobs, encode_prompt_logprobs
+from router.front.caller import AUTHORIZATION, SLO_TTFT, Caller
 from router.front.constraint import (
     ANY_OBJECT,
     choice_grammar,
@@ -136,9 +137,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         request_id = request.request_id or self._front.new_request_id()
         try:
             with self._front.meter(Endpoint.GRPC, request_id) as meter:
+                caller = self._caller(context)
                 placement, draft = _draft(request, request_id, self._front.model.name)
-                prepared = await self._front.prepare(draft)
-                async with aclosing(self._front.generate(prepared, placement, meter)) as deltas:
+                prepared = await self._front.prepare(draft, caller)
+                generated = self._front.generate(prepared, placement, meter, caller.max_ttft_s)
+                async with aclosing(generated) as deltas:
                     async for delta in deltas:
                         yield _response(request_id, delta)
         except BadRequest as error:
@@ -147,8 +150,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             await _abort(context, error)
 
     async def GetModelInfo(
-        self, _request: inference_pb2.GetModelInfoRequest, _context: grpc.aio.ServicerContext
+        self, _request: inference_pb2.GetModelInfoRequest, context: grpc.aio.ServicerContext
     ) -> inference_pb2.GetModelInfoResponse:
+        try:
+            self._caller(context)
+        except TandemError as error:
+            await _abort(context, error)
         model = self._front.model
         return inference_pb2.GetModelInfoResponse(
             model=model.name,
@@ -156,6 +163,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             vocab_size=model.vocab_size,
             eos_token_ids=model.eos_token_ids,
         )
+
+    def _caller(self, context: grpc.aio.ServicerContext) -> Caller:
+        metadata = dict(context.invocation_metadata() or ())
+        return self._front.caller(metadata.get(AUTHORIZATION), metadata.get(SLO_TTFT))
 
 
 async def _abort(context: grpc.aio.ServicerContext, error: Exception) -> NoReturn:

@@ -10,7 +10,7 @@ from statistics import fmean
 from types import TracebackType
 from typing import Final, Self
 
-from core.errors import BadRequest, Rejected
+from core.errors import BadRequest, Rejected, Unauthenticated
 from core.request import FinishReason, GenerateRequest
 from core.timeline import Timeline
 from router.front.usage import Usage
@@ -119,6 +119,8 @@ class Meter:
         match error:
             case BadRequest():
                 return Outcome.BAD_REQUEST
+            case Unauthenticated():
+                return Outcome.UNAUTHENTICATED
             case Rejected():
                 return Outcome.REJECTED
             case None if self._finish_reason is None:
@@ -140,6 +142,7 @@ class Meter:
             endpoint=self._endpoint,
             outcome=outcome,
             finish_reason=self._finish_reason,
+            tenant=(request.tenant or None) if request else None,
             prompt_tokens=request.num_prompt_tokens if request else None,
             choices=request.num_choices if request and request.num_choices > 1 else None,
             output_tokens=self._num_output_tokens,
@@ -147,5 +150,6 @@ class Meter:
             seed=request.sampling.seed if request and request.sampling.temperature > 0 else None,
             ttft_s=min(ttfts_s, default=None),
             tpot_s=fmean(tpots_s) if tpots_s else None,
+            reason=error.reason if isinstance(error, Rejected) else None,
             error=None if error is None else str(error) or type(error).__name__,
         )

@@ -19,7 +19,7 @@ from router.front.constraint import (
     lark_grammar,
     regex_grammar,
 )
-from router.front.strict import Strict, Text
+from router.strict import Strict, Text
 
 
 def _schema(value: Any) -> Any:

@@ -19,6 +19,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from core.errors import BadRequest, TandemError
 from core.request import GenerateRequest, PromptLogprobs
+from router.front.caller import AUTHORIZATION, SLO_TTFT, Caller
 from router.front.errors import EdgeError, edge_error, renamed
 from router.front.generation import Front, TextDelta
 from router.front.intake import MODEL_NOT_FOUND
@@ -75,10 +76,12 @@ class OpenAiEndpoints:
     async def completions(self, request: web.Request) -> web.StreamResponse:
         return await self._serve(request, Endpoint.COMPLETIONS, CompletionBody, CompletionShape())
 
-    async def models(self, _request: web.Request) -> web.Response:
+    async def models(self, request: web.Request) -> web.Response:
+        self._caller(request)
         return web.json_response({"object": "list", "data": [model_object(self._front.model)]})
 
     async def one_model(self, request: web.Request) -> web.Response:
+        self._caller(request)
         name = request.match_info["model"]
         if name != self._front.model.name:
             return _error_response(404, f"model {name!r} is not served here", MODEL_NOT_FOUND, "model")
@@ -100,58 +103,69 @@ class OpenAiEndpoints:
     async def _serve(self, http: web.Request, endpoint: Endpoint, kind: type[Body], shape: Shape) -> web.StreamResponse:
         request_id = http[REQUEST_ID]
         with self._front.meter(endpoint, request_id) as meter:
+            caller = self._caller(http)
             body = parse_body(await _read(http), kind)
             try:
-                return await self._answer(http, body, shape, request_id, meter)
+                return await self._answer(http, body, shape, request_id, caller, meter)
             except BadRequest as error:
                 raise renamed(error, body.field_names()) from error
 
     async def _answer(
-        self, http: web.Request, body: Body, shape: Shape, request_id: str, meter: Meter
+        self, http: web.Request, body: Body, shape: Shape, request_id: str, caller: Caller, meter: Meter
     ) -> web.StreamResponse:
-        request = await self._front.prepare(body.draft(request_id))
+        request = await self._front.prepare(body.draft(request_id), caller)
         created_s = int(self._front.wall_clock())
         answer = Answer(shape, self._front.model, body, self._front.speller, request, created_s)
-        if body.streamed:
-            return await self._stream(http, body, request, answer, meter)
-        return await self._whole(body, request, answer, meter)
+        async with aclosing(self._front.generate(request, body.placement, meter, caller.max_ttft_s)) as deltas:
+            if body.streamed:
+                return await self._stream(http, body, request, answer, deltas, meter)
+            return await self._whole(body, request, answer, deltas)
 
-    async def _whole(self, body: Body, request: GenerateRequest, answer: Answer, meter: Meter) -> web.Response:
+    def _caller(self, http: web.Request) -> Caller:
+        return self._front.caller(http.headers.get(AUTHORIZATION), http.headers.get(SLO_TTFT))
+
+    async def _whole(
+        self, body: Body, request: GenerateRequest, answer: Answer, deltas: AsyncGenerator[TextDelta, None]
+    ) -> web.Response:
         outputs = [WholeOutput() for _ in range(request.num_choices)]
         scores: PromptLogprobs | None = None
-        async with aclosing(self._front.generate(request, body.placement, meter)) as deltas:
-            async for delta in deltas:
-                outputs[delta.choice].add(delta)
-                scores = scores or delta.prompt_logprobs
-                if delta.last:
-                    best = best_of(outputs, body.num_returned)
-                    if scores is None:
-                        return web.json_response(answer.whole(best, delta.usage))
-                    # Spelling them may take half a second, which must not hold up every open stream.
-                    whole = await asyncio.to_thread(answer.whole_json, best, delta.usage, scores)
-                    return web.json_response(text=whole)
+        async for delta in deltas:
+            outputs[delta.choice].add(delta)
+            scores = scores or delta.prompt_logprobs
+            if delta.last:
+                best = best_of(outputs, body.num_returned)
+                if scores is None:
+                    return web.json_response(answer.whole(best, delta.usage))
+                # Spelling them may take half a second, which must not hold up every open stream.
+                whole = await asyncio.to_thread(answer.whole_json, best, delta.usage, scores)
+                return web.json_response(text=whole)
         raise AssertionError("Front.generate ends with a finish reason or an error")
 
     async def _stream(
-        self, http: web.Request, body: Body, request: GenerateRequest, answer: Answer, meter: Meter
+        self,
+        http: web.Request,
+        body: Body,
+        request: GenerateRequest,
+        answer: Answer,
+        deltas: AsyncGenerator[TextDelta, None],
+        meter: Meter,
     ) -> web.StreamResponse:
-        async with aclosing(self._front.generate(request, body.placement, meter)) as deltas:
-            first = await anext(deltas)
-            response = web.StreamResponse(headers={**STREAM_HEADERS, REQUEST_ID_HEADER: request.request_id})
-            await response.prepare(http)
-            await response.write(answer.opening_frames(first.usage) + answer.delta_frames(first))
-            try:
-                last = await _write_rest(response, answer, first, deltas)
-            except ConnectionError:
-                raise  # the client left: nobody reads an error frame
-            except Exception as error:
-                told = renamed(error, body.field_names()) if isinstance(error, BadRequest) else error
-                await response.write(frame(_seen(told).openai_body()) + DONE_FRAME)
-                meter.failed(error)
-            else:
-                await response.write(answer.usage_frames(last.usage) + DONE_FRAME)
-            await response.write_eof()
-            return response
+        first = await anext(deltas)
+        response = web.StreamResponse(headers={**STREAM_HEADERS, REQUEST_ID_HEADER: request.request_id})
+        await response.prepare(http)
+        await response.write(answer.opening_frames(first.usage) + answer.delta_frames(first))
+        try:
+            last = await _write_rest(response, answer, first, deltas)
+        except ConnectionError:
+            raise  # the client left: nobody reads an error frame
+        except Exception as error:
+            told = renamed(error, body.field_names()) if isinstance(error, BadRequest) else error
+            await response.write(frame(_seen(told).openai_body()) + DONE_FRAME)
+            meter.failed(error)
+        else:
+            await response.write(answer.usage_frames(last.usage) + DONE_FRAME)
+        await response.write_eof()
+        return response
 
 
 async def _write_rest(

@@ -9,17 +9,9 @@ from pydantic import ValidationError
 
 from core.errors import BadRequest
 from router.front.openai_schema import Body
+from router.strict import first_complaint
 
 BODY: Final = "body"
-# pydantic puts a union's tag (of openai_schema.py), and "[key]" where a map's key is wrong, into the path: no caller
-# wrote them.
-_TAGS: Final = frozenset({"<text>", "<list>", "[key]"})
-_MESSAGES: Final = {
-    "extra_forbidden": "is not a known field",
-    "missing": "is required",
-    "union_tag_not_found": "must be a string or a list",
-}
-
 BodyType = TypeVar("BodyType", bound=Body)
 
 
@@ -29,7 +21,7 @@ def parse_body(raw: bytes, kind: type[BodyType]) -> BodyType:
     try:
         body = kind.model_validate(fields)
     except ValidationError as error:
-        raise _bad_request(error) from error
+        raise first_complaint(error, BODY) from error
     body.require_consistent()
     return body
 
@@ -46,12 +38,3 @@ def _decode(raw: bytes) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise BadRequest(BODY, "must be a JSON object")
     return value
-
-
-def _bad_request(error: ValidationError) -> BadRequest:
-    """The first complaint, under the path that the caller would use."""
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    path = [str(part) for part in first["loc"] if part not in _TAGS]
-    message = _MESSAGES.get(first["type"], first["msg"])
-    code = "unsupported_value" if first["type"] == "not_supported" else None
-    return BadRequest(".".join(path) or BODY, message, code)

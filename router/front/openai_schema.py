@@ -12,7 +12,7 @@ from core.errors import BadRequest
 from core.request import MAX_CHOICES, Placement
 from router.front.intake import ChatMessage, Draft, Prompt
 from router.front.openai_constraint import Constraints
-from router.front.strict import Strict, Text
+from router.strict import Strict, Text
 
 MAX_COMPLETION_LOGPROBS: Final = 5
 MAX_TOKEN_ID_DIGITS: Final = 10

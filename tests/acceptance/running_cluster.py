@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,12 +23,13 @@ from tests.free_ports import free_ports
 
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 40.0
+POLICY = "policy.yaml"
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True, slots=True)
 class RunningCluster:
-    """Where it listens. `model` is the name to ask for."""
+    """Where it listens. `model` is the name to ask for; `policy` a file that it reads while it serves."""
 
     http: str
     grpc: str
@@ -36,6 +37,10 @@ class RunningCluster:
     model: str
     folder: Path
     pid: int
+
+    @property
+    def policy(self) -> Path:
+        return self.folder / POLICY
 
     def status(self) -> Any:
         """A tandem.v1.GetStatusResponse."""
@@ -46,11 +51,20 @@ class RunningCluster:
         """WorkerStatus by worker id."""
         return {item.worker.ref.worker_id: item for item in self.status().workers}
 
-    def complete(self, prompt: Any, timeout_s: float = 300.0, **fields: Any) -> dict[str, Any]:
+    def metrics(self) -> str:
+        """The router's, as Prometheus reads them."""
+        with urllib.request.urlopen(f"{self.http}/metrics", timeout=10) as response:
+            return str(response.read().decode())
+
+    def complete(
+        self, prompt: Any, timeout_s: float = 300.0, headers: Mapping[str, str] | None = None, **fields: Any
+    ) -> dict[str, Any]:
         """POST /v1/completions, greedy, with token ids."""
         body = {"model": self.model, "prompt": prompt, "temperature": 0, "return_token_ids": True, **fields}
         request = urllib.request.Request(
-            f"{self.http}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+            f"{self.http}/v1/completions",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json", **(headers or {})},
         )
         with urllib.request.urlopen(request, timeout=timeout_s) as response:
             return json.load(response)
@@ -91,7 +105,8 @@ def running_cluster(model: Path, cache: Path, *flags: str, **settings: Any) -> I
     http_port, grpc_port, registry_port = free_ports(3)
     config = cache / "cluster.yaml"
     ports = {"http_port": http_port, "grpc_port": grpc_port, "registry_port": registry_port}
-    values = {**ports, "num_blocks": 512, **settings}
+    (cache / POLICY).write_text("{}")
+    values = {**ports, "num_blocks": 512, "policy_file": str(cache / POLICY), **settings}
     config.write_text(json.dumps(values))  # JSON is YAML
     kernels = kernel_cache()
     kernels.mkdir(parents=True, exist_ok=True)

@@ -17,6 +17,7 @@ import yaml
 from prometheus_client import CollectorRegistry
 
 from telemetry.metrics import (
+    PolicyMetrics,
     RouterMetrics,
     RouterState,
     RouterStateCollector,
@@ -45,7 +46,8 @@ def exported() -> set[str]:
     registry = CollectorRegistry()
     RouterMetrics(registry, "tiny")
     RoutingMetrics(registry)
-    registry.register(RouterStateCollector(lambda: RouterState(0, {}, 0, 0, 0), "tiny"))
+    PolicyMetrics(registry)
+    registry.register(RouterStateCollector(lambda: RouterState(0, {}, {}, 0, 0, 0), "tiny"))
     WorkerMetrics(registry, lambda: WorkerState(*[0] * len(WorkerState.__slots__)))
     return {family.name + suffix for family in registry.collect() for suffix in SUFFIXES[family.type]}
 

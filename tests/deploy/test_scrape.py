@@ -44,7 +44,7 @@ def router_app() -> web.Application:
     metrics = RouterMetrics(registry, "tiny")
     metrics.requests.labels("completions", Outcome.OK).inc()
     RoutingMetrics(registry).planned("prefill_pool", 1, 0.0)
-    state = RouterState(2, {("decode", "ready"): 3}, 5, 10, 16)
+    state = RouterState(2, {}, {("decode", "ready"): 3}, 5, 10, 16)
     registry.register(RouterStateCollector(lambda: state, "tiny"))
     front = SimpleNamespace(metrics=metrics, new_request_id=lambda: "r")
     return build_http_app(cast(Front, front), lambda: None)

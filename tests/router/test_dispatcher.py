@@ -304,8 +304,8 @@ def test_a_prompt_that_is_computed_or_cancelled_is_no_longer_waited_for() -> Non
     for number in range(2):
         cluster.submit(f"r{number}", Placement.REMOTE)
     assert prefilled_by(cluster.submit("queued")) == "d1"
-    cluster.dispatcher.cancel("queued")
-    cluster.dispatcher.cancel("r1")
+    cluster.dispatcher.cancel("queued", 0.0)
+    cluster.dispatcher.cancel("r1", 0.0)
     cluster.reserved("r0#x.1")
     cluster.say("p1", delta(0, 50, attempt="r0#x.1"))
     assert prefilled_by(cluster.submit("now")) == "p1"
@@ -352,10 +352,10 @@ def test_load_is_spread_by_what_was_given_out_not_by_reports() -> None:
 
 
 def test_no_worker_is_a_bounded_wait_then_a_rejection_with_its_reason() -> None:
-    cluster = Cluster(queue_timeout_s=5.0)
+    cluster = Cluster()
     assert cluster.submit() == []
-    assert cluster.dispatcher.tick(4.9) == []
-    error = failure(cluster.dispatcher.tick(5.0))
+    assert cluster.dispatcher.tick(29.9) == []
+    error = failure(cluster.dispatcher.tick(30.0))
     assert isinstance(error, Rejected) and error.reason is RejectReason.NO_WORKER
     cluster.assert_idle()
 
@@ -365,7 +365,7 @@ def test_full_is_a_rejection_and_one_fewer_is_not() -> None:
     cluster.submit("r1")
     with pytest.raises(Rejected, match="queue_full"):
         cluster.submit("r2")
-    cluster.dispatcher.cancel("r1")
+    cluster.dispatcher.cancel("r1", 0.0)
     assert cluster.submit("r2")
 
 
@@ -384,7 +384,7 @@ def test_a_cancel_reaches_every_worker_that_holds_something(stage: str) -> None:
         cluster.reserved()
     if stage == "decoding":
         cluster.say("p1", delta(0, 50))
-    told = {effect.worker.worker_id for effect in cluster.dispatcher.cancel("r") if isinstance(effect, Send)}
+    told = {effect.worker.worker_id for effect in cluster.dispatcher.cancel("r", 0.0) if isinstance(effect, Send)}
     assert told == {"queued": set(), "decoding": {"d1"}}.get(stage, {"d1", "p1"})
     cluster.assert_idle()
 
@@ -392,7 +392,7 @@ def test_a_cancel_reaches_every_worker_that_holds_something(stage: str) -> None:
 def test_a_request_id_may_be_used_again_and_hears_nothing_of_its_past() -> None:
     cluster = Cluster("d1")
     first = cluster.submit()[0]
-    cluster.dispatcher.cancel("r")
+    cluster.dispatcher.cancel("r", 0.0)
     second = cluster.submit()[0]
     assert isinstance(first, Planned) and isinstance(second, Planned)
     assert first.attempt_id != second.attempt_id
@@ -429,7 +429,7 @@ def test_a_decode_worker_lost_after_the_first_token_is_continued_from_the_latest
     cluster.reserved(again.request_id, decode=other)
     assert delivered(cluster.say("p1", delta(2, 52, attempt=again.request_id))) == [(2, (52,))]
     assert delivered(cluster.say(other, delta(3, 54, attempt=again.request_id))) == [(3, (54,))]
-    cluster.dispatcher.cancel("r")
+    cluster.dispatcher.cancel("r", 0.0)
     cluster.assert_idle()
 
 
@@ -602,7 +602,7 @@ def test_in_any_order_of_answers_losses_and_cancels_nothing_stays_on_the_books(s
                 take(cluster.dispatcher.answered(cluster.refs[worker], Refused(attempt, reason), float(step)))
             case 5:
                 open_requests.pop(name, None)
-                take(cluster.dispatcher.cancel(name))
+                take(cluster.dispatcher.cancel(name, 0.0))
             case 6 if rng.random() < 0.5:
                 lives += 1
                 take(cluster.dispatcher.worker_lost(cluster.refs[worker], float(step)))

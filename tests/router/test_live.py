@@ -12,13 +12,15 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from core.errors import BadRequest
+from core.errors import BadRequest, Rejected
 from core.membership import Role, WorkerInfo, WorkerLoad, WorkerRef
 from core.messages import Answer, CancelRequest, Command, PeerDead, StepOutput
 from core.request import FinishReason, GenerateRequest, Placement, SamplingParams, StopConditions, TokenDelta
 from router import live
+from router.admission.policy import AdmissionPolicy, TenantPolicy
 from router.config import RouterConfig
 from router.live import LiveDispatcher
+from router.policy_file import Policy
 from telemetry.metrics import RouterStateCollector, RoutingMetrics
 
 WORKER = WorkerInfo(WorkerRef("decode-0", "a"), Role.DECODE, "nowhere:1", b"digest", 16, 1024, 64, 512)
@@ -66,6 +68,31 @@ async def test_a_slow_client_ends_in_order_after_the_links_are_closed(monkeypatc
         await dispatcher.close(grace_s=0.01)
     assert link.sent[-1] == CancelRequest(attempt_id)
     assert dispatcher.num_open == 0
+
+
+async def test_a_client_that_leaves_gives_its_permit_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In line, and with a token out; and one that is turned away never keeps it."""
+    monkeypatch.setattr(live, "WorkerLink", StubLink)
+    dispatcher = live_dispatcher(CollectorRegistry())
+    tenants = {"t": TenantPolicy(max_concurrent=1)}
+    dispatcher.apply(Policy(admission=AdmissionPolicy(tenants=tenants)))
+    request = replace(REQUEST, tenant="t")
+    small = replace(WORKER, num_blocks=16)
+    for ready in (False, True):
+        if ready:
+            dispatcher.announce(small, WorkerLoad(), draining=False)
+            dispatcher._links[small.ref].on_open()  # type: ignore[attr-defined]
+        leaving = dispatcher.generate(request, Placement.AUTO)
+        first = asyncio.ensure_future(anext(leaving))
+        await asyncio.sleep(0)
+        with pytest.raises(Rejected, match="tenant_concurrency"):
+            await anext(dispatcher.generate(request, Placement.AUTO))
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        await leaving.aclose()
+    for _ in range(2):  # refused by the dispatcher, after the permit was taken
+        with pytest.raises(BadRequest):
+            await anext(dispatcher.generate(replace(request, stop=StopConditions(max_tokens=2000)), Placement.AUTO))
 
 
 async def test_a_stream_ends_with_the_last_of_its_choices(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,6 +79,7 @@ class World:
         priorities: tuple[int, ...] = (0,),
         choices: tuple[int, ...] = (1,),
         num_routers: int = 1,
+        dispatch: DispatcherConfig = DISPATCH,
     ):
         self.rng = random.Random(seed)
         self.faults = faults
@@ -93,6 +94,7 @@ class World:
         self.salts: dict[str, str] = {}  # by attempt id
         self.hosts: dict[str, Host] = {}
         self.deaths: list[WorkerRef] = []
+        self.dispatch = dispatch
         self.routers: list[Router | None] = [Router(self, number, "1") for number in range(num_routers)]
         self.num_taken_back = 0  # workers that a router had lost, and that greeted it again
         for place in ("p0", "p1", "d0", "d1"):
@@ -110,15 +112,18 @@ class World:
         """Submit requests at random moments under faults, then let everything end; raises what is wrong."""
         for _ in range(num_requests):
             self.at(self.rng.uniform(1, 20), self.submit)
-        for step in range(int(END_S / 0.25)):
-            self.at(step * 0.25, self.tick)
         for _ in range(self.faults.num_disturbances):
             self.at(self.rng.uniform(2, 20), self.disturb)
         self.at(FAULTS_END_S, self.heal)
-        while self._events and self._events[0][0] < END_S:
+        self.run_until(END_S)
+        self.check_over()
+
+    def run_until(self, end_s: float) -> None:
+        for step in range(int(end_s / 0.25)):
+            self.at(step * 0.25, self.tick)
+        while self._events and self._events[0][0] < end_s:
             self.now, _, what = heapq.heappop(self._events)
             what()
-        self.check_over()
 
     def tick(self) -> None:
         for router in self.routers:
@@ -158,16 +163,21 @@ class World:
             cache_salt=self.rng.choice(["", "", "other"]),
             priority=self.priorities[number % len(self.priorities)],
         )
+        client = self.ask(router, request, self.rng.choice(list(Placement)))
+        if router is not None and self.rng.random() < self.faults.cancel:
+            delay_s = self.rng.choice([0.0, self.rng.uniform(0, 1), self.rng.uniform(0, 5)])
+            self.at(delay_s, lambda: self.leave(router, client))
+
+    def ask(self, router: Router | None, request: GenerateRequest, placement: Placement = Placement.AUTO) -> Client:
+        """A client sends `request` to a router now."""
         expected = [undisturbed(request, choice) for choice in range(request.num_choices)]
         client = Client(request, expected, submitted_s=self.now)
         self.clients.append(client)
         if router is None:
             client.fail(Rejected(RejectReason.NO_WORKER, "the router is away"))
-            return
-        router.submit(client, self.rng.choice(list(Placement)))
-        if self.rng.random() < self.faults.cancel:
-            delay_s = self.rng.choice([0.0, self.rng.uniform(0, 1), self.rng.uniform(0, 5)])
-            self.at(delay_s, lambda: self.leave(router, client))
+        else:
+            router.submit(client, placement)
+        return client
 
     def leave(self, router: Router, client: Client) -> None:
         if not client.over:
@@ -300,7 +310,7 @@ class Router:
         self.number = number
         self.router_id = f"router-{number}-{life}"
         self.view = ClusterView()
-        self.dispatcher = Dispatcher(DISPATCH, self.view, self.router_id)
+        self.dispatcher = Dispatcher(world.dispatch, self.view, self.router_id)
         self.cut_off_until_s: dict[WorkerRef, float] = {}
         self.lost_once: set[WorkerRef] = set()
         self.links: dict[WorkerRef, Link] = {}
@@ -318,7 +328,7 @@ class Router:
         self.perform(effects)
 
     def leave(self, client: Client) -> None:
-        self.perform(self.dispatcher.cancel(client.request.request_id))
+        self.perform(self.dispatcher.cancel(client.request.request_id, self.world.now))
 
     def cut_off(self, hosts: Iterable[Host], duration_s: float) -> None:
         """Nothing passes between this router and these workers for a while; neither end knows."""
@@ -378,8 +388,10 @@ class Router:
             (worker.open_requests, worker.open_tokens, worker.prefills.num_tokens, worker.others.num_tokens)
             for worker in self.view.workers()
         ]
-        if self.dispatcher.num_open or self.dispatcher._attempts or any(map(any, books)):
-            raise Leak(f"{self.router_id}: {self.dispatcher._attempts} {books}")
+        dispatcher, out = self.dispatcher, self.dispatcher.admission.out
+        kept = (dispatcher.num_open, dispatcher.num_queued, dispatcher._attempts, dispatcher.admission.line.backlog)
+        if any(kept) or out.num_prompts or out.num_tokens or any(map(any, books)):
+            raise Leak(f"{self.router_id}: {kept} {out} {books}")
 
     def perform(self, effects: Iterable[Effect]) -> None:
         for effect in effects:

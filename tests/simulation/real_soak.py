@@ -188,7 +188,7 @@ class Conductor:
     def leave(self, client: Client) -> None:
         if not client.over:
             client.left = True
-            self.perform(self.dispatcher.cancel(client.request.request_id))
+            self.perform(self.dispatcher.cancel(client.request.request_id, time.monotonic()))
 
     def make_client(self, rng: random.Random) -> Client:
         prefix = range(rng.randrange(3) * 100, 1000)

@@ -23,6 +23,7 @@ class Client:
     error: TandemError | None = None
     left: bool = False
     submitted_s: float = 0.0
+    first_s: float = float("inf")
     last_s: float = float("inf")
     longest_gap_s: float = 0.0
     num_migrations: int = 0  # plans after tokens were out
@@ -40,6 +41,7 @@ class Client:
 
     def deliver(self, delta: TokenDelta, now: float) -> None:
         self.longest_gap_s = max(self.longest_gap_s, now - self.last_s)
+        self.first_s = min(self.first_s, now)
         self.last_s = now
         received, expected = self.received[delta.choice], self.expected[delta.choice]
         at = len(received)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, generate_latest
 
 from telemetry.metrics import (
+    PolicyMetrics,
     PushOutcome,
     RouterMetrics,
     RouterState,
@@ -18,6 +19,7 @@ ROUTER_FAMILIES = {
     "tandem_kv_bytes_moved",
     "tandem_open_requests",
     "tandem_output_tokens",
+    "tandem_policy_reads",
     "tandem_prompt_tokens",
     "tandem_rejected",
     "tandem_requests",
@@ -25,6 +27,7 @@ ROUTER_FAMILIES = {
     "tandem_router_queue_seconds",
     "tandem_router_queued_requests",
     "tandem_router_replans",
+    "tandem_router_waiting_requests",
     "tandem_router_workers",
     "tandem_router_workers_lost",
     "tandem_tpot_seconds",
@@ -91,7 +94,8 @@ def test_router_series_are_public() -> None:
     registry = CollectorRegistry()
     RouterMetrics(registry, "tiny")
     RoutingMetrics(registry)
-    registry.register(RouterStateCollector(lambda: RouterState(0, {}, 0, 0, 0), "tiny"))
+    PolicyMetrics(registry)
+    registry.register(RouterStateCollector(lambda: RouterState(0, {}, {}, 0, 0, 0), "tiny"))
     assert {family.name for family in registry.collect()} == ROUTER_FAMILIES
 
 

@@ -77,12 +77,16 @@ class ScriptedDispatcher:
         self.script: Script = says("ok")
         self.requests: list[GenerateRequest] = []
         self.placements: list[Placement] = []
+        self.max_ttfts_s: list[float | None] = []
         self.started = asyncio.Event()
         self.closed = asyncio.Event()
 
-    async def generate(self, request: GenerateRequest, placement: Placement) -> AsyncGenerator[TokenDelta, None]:
+    async def generate(
+        self, request: GenerateRequest, placement: Placement, max_ttft_s: float | None
+    ) -> AsyncGenerator[TokenDelta, None]:
         self.requests.append(request)
         self.placements.append(placement)
+        self.max_ttfts_s.append(max_ttft_s)
         self.started.set()
         try:
             async for delta in self.script(request):

@@ -1,0 +1,116 @@
+"""Between submit and plan: who may wait, who is next, and who is told to come back later.
+
+1. `enter`: a request gets its place in the line, or is refused: the line is full, or its first token would come late.
+2. `next`: as long as the workers have room, the next one's turn; it leaves the line.
+3. `begin`, `end`: a prompt goes to the workers; its first token is here, or it will not come.
+4. `leave`: the request is over, wherever it was.
+A request that goes on elsewhere passes by all of this but 3: it had its turn.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from core.errors import Rejected, RejectReason
+from core.request import GenerateRequest
+from router.admission.fair_line import Waiting
+from router.admission.forecast import DrainRate, ExpectedCost
+from router.admission.line import Line
+from router.admission.policy import AdmissionPolicy, Band
+from router.admission.room import Capacity, PromptsOut
+from router.view import ClusterView
+
+RECOUNT_S: Final = 0.05  # with 1,000 workers counting them all takes longer than a decision may
+LEAST_RETRY_S: Final = 1.0
+MOST_RETRY_S: Final = 60.0
+
+
+class Admission:
+    """The requests of one router that have no workers yet. tokens_ahead: see QueuePolicy."""
+
+    def __init__(self, policy: AdmissionPolicy, view: ClusterView, tokens_ahead: int) -> None:
+        self.line = Line(policy)
+        self.expected = ExpectedCost()
+        self.out = PromptsOut()
+        self._view = view
+        self._tokens_ahead = tokens_ahead
+        self._drain = DrainRate()
+        self._capacity = Capacity()
+        self._counted_s = -RECOUNT_S
+
+    @property
+    def policy(self) -> AdmissionPolicy:
+        return self.line.policy
+
+    @policy.setter
+    def policy(self, policy: AdmissionPolicy) -> None:
+        self.line.policy = policy
+
+    def enter(self, request: GenerateRequest, now: float, max_ttft_s: float | None = None) -> Waiting | None:
+        """Queue a request. max_ttft_s: what its caller says. Returns: one that makes room for it: it is turned away.
+
+        Raises: Rejected: with the time after which its place is likely to be free.
+        """
+        item = Waiting(request.request_id, request.tenant, band_of(request), self.expected.of(request), now)
+        self._require_soon(item, request.num_prompt_tokens, max_ttft_s, now)
+        try:
+            shed = self.line.push(item)
+        except Rejected as error:
+            raise Rejected(error.reason, error.message, self.retry_after_s()) from error
+        self._drain.waiting(now)
+        return shed
+
+    def next(self, now: float) -> str | None:
+        """The request whose turn it is, by id; None: nobody waits, or the workers have enough."""
+        tokens_ahead = self.policy.queue.tokens_ahead or self._tokens_ahead
+        if not self.line or not self._count(now).has_room(self.out, tokens_ahead):
+            return None
+        item = self.line.pop(now)
+        self._drain.served(item.cost, now, more=bool(self.line))
+        return item.request_id
+
+    def leave(self, request_id: str, now: float) -> None:
+        """It is over, or does not wait any longer."""
+        self.line.remove(request_id)
+        self._drain.served(0, now, more=bool(self.line))
+
+    def max_wait_s(self, request: GenerateRequest) -> float:
+        return self.policy.queue.band(band_of(request)).max_wait_s
+
+    def retry_after_s(self) -> float:
+        """When what waits now will have been served."""
+        rate = self._drain.tokens_per_s
+        return LEAST_RETRY_S if not rate else min(max(LEAST_RETRY_S, self.line.backlog / rate), MOST_RETRY_S)
+
+    def workers_changed(self) -> None:
+        """What was counted of them is no longer so."""
+        self._counted_s = -RECOUNT_S
+
+    def _count(self, now: float) -> Capacity:
+        if now - self._counted_s >= RECOUNT_S:
+            self._capacity, self._counted_s = Capacity.count(self._view.workers()), now
+        return self._capacity
+
+    def _require_soon(self, item: Waiting, prompt_tokens: int, max_ttft_s: float | None, now: float) -> None:
+        bounds = [bound for bound in (max_ttft_s, self.policy.queue.band(item.band).max_ttft_s) if bound is not None]
+        predicted_s = self._predict_ttft_s(item, prompt_tokens, now) if bounds else None
+        if predicted_s is not None and predicted_s > min(bounds):
+            raise Rejected(
+                RejectReason.SLOW_FIRST_TOKEN,
+                f"its first token is predicted in {predicted_s:.1f} s, later than {min(bounds):g} s",
+                min(max(LEAST_RETRY_S, predicted_s - min(bounds)), MOST_RETRY_S),
+            )
+
+    def _predict_ttft_s(self, item: Waiting, prompt_tokens: int, now: float) -> float | None:
+        """The wait in line, then behind what is out, then its own prompt; None before any worker has shown its pace."""
+        capacity = self._count(now)
+        pace, num_workers = capacity.seconds_per_token, capacity.num_workers
+        if pace is None or not num_workers:
+            return None
+        before = self.line.tokens_before(item.band, item.tenant, item.cost)
+        rate = self._drain.tokens_per_s or num_workers / pace
+        return before / rate + (self.out.num_tokens / num_workers + prompt_tokens) * pace
+
+
+def band_of(request: GenerateRequest) -> Band:
+    return Band.BATCH if request.priority > 0 else Band.INTERACTIVE

@@ -1,0 +1,96 @@
+"""What each tenant may have open, and how many tokens it may use in the long run. Told the time.
+
+A permit is charged with what its request is expected to take, and corrected when it is given back; so a tenant may
+come into debt, which it pays off before it gets the next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from core.errors import InvariantBroken, Rejected, RejectReason
+from router.admission.policy import TenantPolicy
+
+FIRST_HOLD_S: Final = 1.0
+HOLD_WEIGHT: Final = 0.1  # of the newest
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Permit:
+    """One request's right to be open; given back exactly once. charged_tokens: taken from its tenant's rate."""
+
+    tenant: str
+    charged_tokens: int
+    taken_s: float
+
+
+class _Bucket:
+    """Full at first. `level` may be negative: what was used beyond it."""
+
+    def __init__(self, policy: TenantPolicy, now: float) -> None:
+        self.level = policy.bucket_tokens
+        self._at_s = now
+
+    def refill(self, policy: TenantPolicy, now: float) -> None:
+        gained = (policy.tokens_per_s or 0.0) * max(0.0, now - self._at_s)
+        self.level = min(policy.bucket_tokens, self.level + gained)
+        self._at_s = now
+
+
+class TenantLimits:
+    """Permits of every tenant. policy_of: its limits, now."""
+
+    def __init__(self, policy_of: Callable[[str], TenantPolicy]) -> None:
+        self._policy_of = policy_of
+        self._open: dict[str, set[Permit]] = {}
+        self._buckets: dict[str, _Bucket] = {}
+        self._hold_s: dict[str, float] = {}  # mean, by tenant
+
+    def num_open(self, tenant: str) -> int:
+        return len(self._open.get(tenant, ()))
+
+    def take(self, tenant: str, num_tokens: int, now: float) -> Permit:
+        """Raises: Rejected: with the time after which a permit is likely to be there."""
+        policy = self._policy_of(tenant)
+        if policy.max_concurrent is not None and self.num_open(tenant) >= policy.max_concurrent:
+            raise Rejected(
+                RejectReason.TENANT_CONCURRENCY,
+                f"tenant {tenant!r} may have {policy.max_concurrent} requests open",
+                self._hold_s.get(tenant, FIRST_HOLD_S) / policy.max_concurrent,
+            )
+        self._charge(tenant, policy, num_tokens, now)
+        permit = Permit(tenant, num_tokens, now)
+        self._open.setdefault(tenant, set()).add(permit)
+        return permit
+
+    def give_back(self, permit: Permit, used_tokens: int, now: float) -> None:
+        """Its request is over. used_tokens: what it took in the end. Raises InvariantBroken: it was given back."""
+        held = self._open.get(permit.tenant, set())
+        if permit not in held:
+            raise InvariantBroken(f"a permit of tenant {permit.tenant!r} is given back twice")
+        held.remove(permit)
+        if not held:
+            del self._open[permit.tenant]
+        known = self._hold_s.get(permit.tenant, now - permit.taken_s)
+        self._hold_s[permit.tenant] = known + HOLD_WEIGHT * (now - permit.taken_s - known)
+        bucket = self._buckets.get(permit.tenant)
+        if bucket is not None:
+            bucket.level += permit.charged_tokens - used_tokens
+
+    def _charge(self, tenant: str, policy: TenantPolicy, num_tokens: int, now: float) -> None:
+        """A request that is larger than the bucket goes when that is full."""
+        if policy.tokens_per_s is None:
+            self._buckets.pop(tenant, None)
+            return
+        bucket = self._buckets.setdefault(tenant, _Bucket(policy, now))
+        bucket.refill(policy, now)
+        missing = min(num_tokens, policy.bucket_tokens) - bucket.level
+        if missing > 0:
+            raise Rejected(
+                RejectReason.TENANT_TOKENS,
+                f"tenant {tenant!r} has used its {policy.tokens_per_s:g} tokens/s",
+                missing / policy.tokens_per_s,
+            )
+        bucket.level -= num_tokens

@@ -1,0 +1,68 @@
+"""How much may be out at the workers, so that they stay busy and the waiting is done here.
+
+What a worker has queued is out of reach: no tenant's turn, no priority and no better choice of workers changes it any
+more. So only prompts that the workers are about to compute are sent, a few steps' worth for each of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Final
+
+from core.membership import Life, Role
+from router.view import WorkerView
+
+# For each worker one that it computes and one that is next, whatever their length: it never waits for the router.
+LEAST_PROMPTS: Final = 2
+
+
+@dataclass(slots=True)
+class PromptsOut:
+    """Prompts that workers have and whose first token has not come: under way, or waiting there for their KV."""
+
+    num_prompts: int = 0
+    num_tokens: int = 0
+
+    def begin(self, num_tokens: int) -> None:
+        self.num_prompts += 1
+        self.num_tokens += num_tokens
+
+    def end(self, num_tokens: int) -> None:
+        self.num_prompts -= 1
+        self.num_tokens -= num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """What the ready workers can take together. num_workers: that compute prompts; each does, whatever its role.
+    free_tokens: of KV on the decode workers, as they last said. seconds_per_token: what one of them takes, learnt;
+    None before any has shown it."""
+
+    num_workers: int = 0
+    can_decode: bool = False
+    free_tokens: int = 0
+    seconds_per_token: float | None = None
+
+    @classmethod
+    def count(cls, workers: Iterable[WorkerView]) -> Capacity:
+        ready = [worker for worker in workers if worker.life is Life.READY]
+        decodes = [worker for worker in ready if worker.info.role is Role.DECODE]
+        paces = [pace for worker in ready if (pace := worker.prefills.seconds_per_token) is not None]
+        return cls(len(ready), bool(decodes), sum(map(_free_tokens, decodes)), fmean(paces) if paces else None)
+
+    def has_room(self, out: PromptsOut, tokens_ahead: int) -> bool:
+        """Whether another prompt may go to the workers. tokens_ahead: that may be out for each of them."""
+        if not self.can_decode:
+            return False
+        if out.num_prompts < LEAST_PROMPTS * self.num_workers:
+            return True
+        return out.num_tokens < min(tokens_ahead * self.num_workers, self.free_tokens)
+
+
+def _free_tokens(worker: WorkerView) -> int:
+    """All of a worker that has said nothing yet."""
+    load = worker.load
+    said = load.free_blocks or load.used_blocks or load.quarantined_blocks
+    return (load.free_blocks if said else worker.info.num_blocks) * worker.info.block_size

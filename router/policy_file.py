@@ -1,0 +1,99 @@
+"""The operator's policy file: strict YAML, read at start and again whenever it changes.
+
+A section each for those who decide by it. A file that is wrong, or gone, changes nothing: the last good one holds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+from pydantic import ValidationError
+
+from core.errors import BadRequest
+from router.admission.policy import AdmissionPolicy
+from router.strict import Strict, first_complaint
+from telemetry.logs import log_state
+from telemetry.metrics import PolicyMetrics
+
+logger = logging.getLogger(__name__)
+
+POLICY: Final = "policy"  # what a complaint about the whole file names
+MAX_FILE_BYTES: Final = 4 << 20
+
+
+class Policy(Strict):
+    """The whole file."""
+
+    admission: AdmissionPolicy = AdmissionPolicy()
+
+
+class _OnceLoader(yaml.SafeLoader):
+    """YAML in which a key that stands twice is an error: of two rules for one tenant neither may be lost."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _value in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} stands twice", key.start_mark)
+            seen.add(str(key.value))
+        return super().construct_mapping(node, deep)
+
+
+def parse_policy(text: str) -> Policy:
+    """Raises: BadRequest: naming the path of the first field that is wrong or unknown, or `policy`: it is no YAML."""
+    try:
+        values = yaml.load(text, _OnceLoader)
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        raise BadRequest(POLICY, f"is not YAML: {' '.join(str(error).split())}") from error
+    try:
+        return Policy.model_validate({} if values is None else values)
+    except ValidationError as error:
+        raise first_complaint(error, POLICY) from error
+
+
+def read_policy(file: Path) -> Policy:
+    """Raises: BadRequest: it cannot be read, or as parse_policy."""
+    try:
+        with file.open("rb") as handle:
+            raw = handle.read(MAX_FILE_BYTES + 1)
+        if len(raw) > MAX_FILE_BYTES:
+            raise BadRequest(POLICY, f"{file} is longer than {MAX_FILE_BYTES} bytes")
+        return parse_policy(raw.decode())
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadRequest(POLICY, f"{file} cannot be read: {error}") from error
+
+
+async def follow_policy(
+    file: Path, apply: Callable[[Policy], None], metrics: PolicyMetrics, interval_s: float = 1.0
+) -> None:
+    """Apply what the file says each time that this changes; runs until cancelled.
+
+    It is read whole each time: an update of a ConfigMap changes neither its path nor, always, its time. What was read
+    must be read twice: half of a file that is being written may be a policy too, one without keys.
+    """
+    known: Policy | str | None = None
+    last: Policy | str | None = None
+    while True:
+        last, found = await asyncio.to_thread(_policy_or_complaint, file), last
+        if last == found != known:
+            known = found
+            if isinstance(found, Policy):
+                apply(found)
+                metrics.applied()
+                log_state(logger, state="policy_applied", file=file)
+            else:
+                metrics.refused()
+                log_state(logger, logging.WARNING, state="policy_refused", file=file, reason=found)
+        await asyncio.sleep(interval_s)
+
+
+def _policy_or_complaint(file: Path) -> Policy | str:
+    try:
+        return read_policy(file)
+    except BadRequest as error:
+        return str(error)
