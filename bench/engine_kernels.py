@@ -33,7 +33,6 @@ import torch
 from cluster.folders import default_model_folder
 from core.request import SamplingParams
 from engine.cpu.build import build_library
-from engine.cpu.library import KernelLibrary
 from engine.cpu.memory import HugeMemory
 from engine.cpu.runner import PAGE_TOKENS, CpuModelRunner
 from engine.dtypes import DTYPES
@@ -41,7 +40,6 @@ from engine.gguf_import import import_default_model
 from engine.model_config import ModelConfig
 from engine.step import SampleSpec, SequenceSlice, StepPlan
 from engine.torch_runner import TorchModelRunner
-from engine.weights import load_weights
 
 PREFILL_TOKENS: Final = (128, 1024, 2048)
 DECODE_BATCHES: Final = (1, 8, 32)
@@ -53,9 +51,7 @@ GREEDY: Final = (SampleSpec(SamplingParams(temperature=0.0), 0),)
 
 def load_floats(folder: Path, dtype: str, num_blocks: int) -> CpuModelRunner:
     """The CPU kernels with weights as floats."""
-    config, library = ModelConfig.load(folder), KernelLibrary(build_library())
-    weights = load_weights(folder, config, DTYPES[dtype])
-    return CpuModelRunner(config, weights, dtype, num_blocks, PAGE_TOKENS, library)
+    return CpuModelRunner.load(folder, dtype, num_blocks, unpack=True)
 
 
 LOADERS: Final[dict[str, Callable[[Path, str, int], Any]]] = {

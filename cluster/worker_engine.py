@@ -45,6 +45,7 @@ def build_engine(config: WorkerConfig) -> Engine:
         config.block_size,
         progress=lambda line: logger.info("%s", line),
         gpu_index=config.gpu_index,
+        unpack=config.unpack_weights,
     )
     geometry = runner.geometry
     identity = CacheIdentity(

@@ -30,8 +30,12 @@ def load_runner(
     block_size: int,
     progress: Callable[[str], None] = lambda _line: None,
     gpu_index: int = 0,
+    *,
+    unpack: bool = False,
 ) -> ModelRunner:
     """A runner of the model in `folder`. The environment variable TANDEM_ENGINE, one of ENGINES, forces one kind.
+
+    unpack: hold quantised weights as floats; only the CPU kernels hold them otherwise.
 
     Where the CPU kernels cannot be used, that is logged as a warning and torch takes over, unless "cpu" is forced.
 
@@ -50,7 +54,7 @@ def load_runner(
     try:
         if not forced and block_size != PAGE_TOKENS:
             raise KernelsUnavailable(f"block_size is {block_size}, they need {PAGE_TOKENS}")
-        return CpuModelRunner.load(folder, dtype, num_blocks, block_size, progress)
+        return CpuModelRunner.load(folder, dtype, num_blocks, block_size, progress, unpack=unpack)
     except KernelsUnavailable as error:
         if forced:
             raise

@@ -76,15 +76,21 @@ def load_weights(
 
 
 def load_stored_weights(
-    folder: Path, config: ModelConfig, dtype: torch.dtype, progress: Callable[[str], None] = lambda _line: None
+    folder: Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    progress: Callable[[str], None] = lambda _line: None,
+    *,
+    unpack: bool = False,
 ) -> StoredWeights:
-    """As `load_weights`, with blocks left as they are, except where matrices of several kinds are stacked."""
+    """As `load_weights`, but unless `unpack` blocks stay blocks where all matrices that are stacked are of one kind."""
     tensors = TensorFiles(folder)
+    read: Callable[[str, torch.dtype], Matrix] = tensors.read if unpack else tensors.read_stored
 
     def stack_stored(parts: Sequence[Matrix]) -> Matrix:
         return stack(parts, dtype)
 
-    return _Reader[Matrix](tensors, config, dtype, tensors.read_stored, stack_stored).read_all(progress)
+    return _Reader[Matrix](tensors, config, dtype, read, stack_stored).read_all(progress)
 
 
 def read_tensors(folder: Path, config: ModelConfig, dtype: torch.dtype) -> dict[str, torch.Tensor]:

@@ -32,6 +32,13 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     flags.add_policy(parser)
     parser.add_argument("--redis-url", metavar="URL", help="Redis or Valkey to use (default: an embedded one)")
     flags.add_flag(parser, "--pin-workers", "pin_workers", "give each worker a core of its own", action="store_true")
+    flags.add_flag(
+        parser,
+        "--unpack-weights",
+        "unpack_weights",
+        "hold 4-bit and 8-bit weights as floats: faster for batches of 4 and more, three times the memory",
+        action="store_true",
+    )
     parser.add_argument(
         "--no-self-check", action="store_true", default=False, help="serve without checking parity first"
     )

@@ -69,19 +69,23 @@ class CpuModelRunner:
         num_blocks: int,
         block_size: int = PAGE_TOKENS,
         progress: Callable[[str], None] = lambda _line: None,
+        *,
+        unpack: bool = False,
     ) -> CpuModelRunner:
         """Read a model folder, compile the kernels if need be, and make a pool of `num_blocks` blocks.
 
         Args:
             dtype: "float32" or "bfloat16", of weights and KV.
             progress: told of each layer read.
+            unpack: hold quantised weights as floats: the same logits to the bit, from more memory, in less time for
+                batches of 4 and more (bench/results/2026-11-29-blocks.md).
         Raises: BadModel: the folder is damaged or of an unsupported kind. BadRequest: dtype or block_size.
             KernelsUnavailable: they cannot be built here, or do not take the model's sizes.
         """
         config = ModelConfig.load(folder)
         require_supported(config, dtype, block_size)
         library = KernelLibrary(build_library())
-        weights = load_stored_weights(folder, config, DTYPES[dtype], progress)
+        weights = load_stored_weights(folder, config, DTYPES[dtype], progress, unpack=unpack)
         return CpuModelRunner(config, weights, dtype, num_blocks, block_size, library)
 
     @property

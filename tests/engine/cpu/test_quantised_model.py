@@ -10,11 +10,13 @@ import torch
 
 from engine.cpu.build import FOR_THIS_MACHINE, PORTABLE, build_library
 from engine.cpu.library import KernelLibrary
+from engine.cpu.packing import pack_weights
 from engine.cpu.runner import CpuModelRunner
 from engine.gguf_import import import_gguf
+from engine.load_runner import load_runner
 from engine.model_config import ModelConfig
 from engine.quantisation import QuantisedMatrix
-from engine.weights import load_stored_weights, load_weights
+from engine.weights import StoredWeights, load_stored_weights, load_weights
 from tests.engine.blocks import KINDS, gguf_type
 from tests.engine.gguf_files import TOKENS, model_fields, tokenizer_fields, write_gguf
 from tests.engine.invariance import assert_batches_agree, assert_chunks_agree, forced_prompts
@@ -83,3 +85,16 @@ def test_chunks_and_batches_do_not_change_a_bit(folder: Path, dtype: str) -> Non
 def test_default_model_in_bfloat16(model_folder: Path) -> None:
     """In float32 its golden tokens say it."""
     _assert_same(model_folder, "bfloat16", KernelLibrary(build_library()))
+
+
+def test_blocks_are_unpacked_on_request_and_only_then(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = []
+
+    def pack(weights: StoredWeights, dtype: torch.dtype) -> object:
+        held.append(isinstance(weights.layers[0].qkv, QuantisedMatrix))
+        return pack_weights(weights, dtype)
+
+    monkeypatch.setattr("engine.cpu.runner.pack_weights", pack)
+    packed, unpacked = (load_runner(folder, "float32", 64, 16, unpack=unpack) for unpack in (False, True))
+    assert held == [True, False]
+    assert all(torch.equal(*pair) for pair in zip(_logits(packed), _logits(unpacked), strict=True))
