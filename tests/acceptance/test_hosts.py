@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -24,19 +25,21 @@ from tests.acceptance.golden import CASES
 from tests.acceptance.namespaces import Host, hosts
 from tests.acceptance.running_cluster import ROOT, RunningCluster, wait_until
 from tests.acceptance.test_faults import Streaming
+from tests.acceptance.test_router_replicas import grpc_stream, incarnations
 from tests.deploy.chart import NAMESPACE, PLAIN, merged, of_kind, pods, render
 
 PROSE = next(case for case in CASES if case.name == "prose_1500")
 SHORT = next(case for case in CASES if case.name == "short")
 DRAIN_S = 20.0
 VALUES = {
+    "router": {"replicas": 2},
     "prefill": {"replicas": 1},
     "decode": {"replicas": 2},
     "config": {"num_blocks": 256, "drain_timeout_s": DRAIN_S, "start_timeout_s": 120},
     "ray": {"auth": {"secretName": "ray"}},
 }
 SECRETS = {"ray": {"auth_token": "0123456789abcdef" * 4}}
-PODS = {"router": ["router"], "head": ["head"], "prefill": ["prefill"], "decode": ["decode-a", "decode-b"]}
+PODS = {"router": ["router", "router-b"], "head": ["head"], "prefill": ["prefill"], "decode": ["decode-a", "decode-b"]}
 
 
 def get(url: str) -> int:
@@ -57,19 +60,22 @@ class Cluster:
     def __init__(self, made: dict[str, Host], etc_hosts: Path, model: Path, folder: Path) -> None:
         self.hosts = made
         self._etc_hosts = etc_hosts
+        self._names_before = etc_hosts.read_text()
         self._objects = render(merged(PLAIN, VALUES))
         self._settings = self._read_settings() | {"model_folder": str(model), "model_name": model.name}
         self._config = folder / "config.yaml"
-        router, head = made["router"].address, made["head"].address
-        self.running = RunningCluster(
-            f"http://{router}:{self._settings['http_port']}",
-            f"{router}:{self._settings['grpc_port']}",
-            f"{router}:{self._settings['registry_port']}",
-            model.name,
-            folder,
-            0,
+        self.running, self.other_router = (
+            RunningCluster(
+                f"http://{made[name].address}:{self._settings['http_port']}",
+                f"{made[name].address}:{self._settings['grpc_port']}",
+                f"{made[name].address}:{self._settings['registry_port']}",
+                model.name,
+                folder,
+                0,
+            )
+            for name in PODS["router"]
         )
-        self.controller = f"http://{head}:{self._settings['controller_health_port']}"
+        self.controller = f"http://{made['head'].address}:{self._settings['controller_health_port']}"
 
     def metrics(self, host: str) -> str:
         return f"http://{self.hosts[host].address}:{self._settings['metrics_port']}/metrics"
@@ -77,11 +83,7 @@ class Cluster:
     def start(self) -> None:
         """All containers of all pods; Ray's head alone at first: it gives up when a busy machine makes it wait."""
         self._config.write_text(yaml.safe_dump(self._settings))
-        with self._etc_hosts.open("a") as names:
-            for service in of_kind(self._objects, "Service"):
-                name, role = service["metadata"]["name"], service["spec"]["selector"]["app.kubernetes.io/component"]
-                if role in ("router", "head"):
-                    names.write(f"{self.hosts[role].address} {name}.{NAMESPACE}.svc {name}\n")
+        self.name(*PODS["router"])
         for pod in sorted(pods(self._objects), key=lambda pod: pod.component != "head"):
             # What is started on one host sees each other here.
             assert len(pod.spec["containers"]) == 1 or pod.spec["shareProcessNamespace"]
@@ -90,6 +92,15 @@ class Cluster:
                     self._start(self.hosts[host], container)
                     if container["name"] == "ray-head":
                         wait_until(lambda: "Ray runtime started" in self.hosts["head"].explain(), 150.0)
+
+    def name(self, *routers: str) -> None:
+        """Services' names, as headless ones resolve: each to all of its pods, of which these routers are there."""
+        lines = [self._names_before]
+        for service in of_kind(self._objects, "Service"):
+            name, role = service["metadata"]["name"], service["spec"]["selector"]["app.kubernetes.io/component"]
+            found = {"router": routers, "head": PODS["head"]}.get(role, ())
+            lines += [f"{self.hosts[host].address} {name}.{NAMESPACE}.svc {name}\n" for host in found]
+        self._etc_hosts.write_text("".join(lines))
 
     def _start(self, host: Host, container: dict[str, Any]) -> None:
         program, *rest = [*container["command"], *container.get("args", [])]
@@ -113,9 +124,9 @@ class Cluster:
         return settings
 
     def all_connected(self) -> bool:
-        """The router sees each worker, connected to both others."""
-        workers = self.running.workers().values()
-        return len(workers) == 3 and all(len(worker.peers) == 2 for worker in workers)
+        """Each router sees each worker, connected to both others."""
+        seen = [router.workers().values() for router in (self.running, self.other_router)]
+        return all(len(workers) == 3 and all(len(it.peers) == 2 for it in workers) for workers in seen)
 
     def explain(self) -> str:
         return "\n".join(host.explain() for host in self.hosts.values())
@@ -207,6 +218,24 @@ def test_the_loss_of_a_host_is_survived(cluster: Cluster) -> None:
     assert set(cluster.running.workers()) == {"prefill-0", "decode-0", "decode-1"} - {lost.ref.worker_id}
     assert get(f"{cluster.running.http}/health") == 200
     wait_until(lambda: get(f"{cluster.controller}/readyz") == 503, 60.0)  # until a host comes for it
+
+
+def test_the_loss_of_a_routers_host_costs_its_own_streams_alone(cluster: Cluster) -> None:
+    """Nobody says goodbye to the workers either: they free what it held once their connections to it are given up."""
+    codes: list[grpc.StatusCode] = []
+    num_chars: list[int] = []
+    lost = threading.Thread(target=grpc_stream, args=(cluster.other_router, codes, num_chars, 30.0))
+    lost.start()
+    wait_until(lambda: len(num_chars) > 5, 60.0)
+    before = incarnations(cluster.running)
+    cluster.hosts["router-b"].cut()
+    cluster.name("router")
+    answer = cluster.running.complete(list(SHORT.prompt_ids), cache_salt="one-router-left", max_tokens=64)
+    assert tuple(answer["choices"][0]["token_ids"]) == SHORT.output_ids
+    cluster.running.wait_idle(40.0)
+    lost.join(35.0)
+    assert codes and not lost.is_alive()
+    assert incarnations(cluster.running) == before
 
 
 def test_sigterm_drains_the_router(cluster: Cluster) -> None:

@@ -34,15 +34,17 @@ def later(address: str) -> str:
     return f"{host}:{int(port) + ROUTER_PORT_STEP}"
 
 
-def grpc_stream(router: RunningCluster, codes: list[grpc.StatusCode], num_chars: list[int]) -> None:
+def grpc_stream(
+    router: RunningCluster, codes: list[grpc.StatusCode], num_chars: list[int], timeout_s: float = 120.0
+) -> None:
     """A long streamed request; notes its text's lengths as they come, and how it ended."""
     request = inference_pb2.GenerateRequest(text="The capital of France is")
     request.sampling.temperature = 0
-    request.stopping.max_tokens = 2000
+    request.stopping.max_tokens = 3900
     request.stopping.ignore_eos = True
     with grpc.insecure_channel(router.grpc, options=(("grpc.enable_http_proxy", 0),)) as channel:
         try:
-            responses = inference_pb2_grpc.InferenceServiceStub(channel).Generate(request, timeout=120)
+            responses = inference_pb2_grpc.InferenceServiceStub(channel).Generate(request, timeout=timeout_s)
             num_chars.extend(len(response.text) for response in responses)
         except grpc.RpcError as error:
             codes.append(error.code())
