@@ -80,7 +80,7 @@ class ClusterConfig:
     unpack_weights: bool = False
     """Hold quantised weights as floats: the same tokens, three times the memory, faster for batches of 4 and more."""
     redis_url: str | None = None
-    """Redis or Valkey of the shared prefix index; None: an embedded Valkey on loopback."""
+    """Redis or Valkey of the shared prefix index and limits; None: an embedded Valkey on loopback."""
     kv_interface: str = "lo"
     """Network interfaces that the KV transfer listens on and uses, by name: "lo" is this machine alone."""
     kv_checksums: bool = True

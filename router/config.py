@@ -15,6 +15,7 @@ class RouterConfig:
     silence_timeout_s: a worker that says nothing for so long is given up. drain_timeout_s: how long open requests
     may go on after a stop. max_context_tokens: what one worker's KV pool holds, when the model's context is longer.
     max_workers: most that register. Ports: 0 takes any free one. policy_file: see router/policy_file.py; None: none.
+    redis_url: where routers share the tenants' limits; None: each has its own.
 
     The registry has a port of its own because whoever reaches it is believed: a death reported there frees blocks."""
 
@@ -31,6 +32,7 @@ class RouterConfig:
     max_workers: int = 1024
     max_context_tokens: int | None = None
     policy_file: Path | None = None
+    redis_url: str | None = None
     dispatcher: DispatcherConfig = field(default_factory=DispatcherConfig)
 
     def __post_init__(self) -> None:

@@ -19,6 +19,10 @@ class Limiter(Protocol):
         """Its request is over; waits for nothing, because the client may be gone."""
         ...
 
+    async def close(self) -> None:
+        """Disconnect."""
+        ...
+
 
 class OwnLimiter:
     """This router's own books."""
@@ -31,3 +35,6 @@ class OwnLimiter:
 
     def give_back(self, permit: Permit, used_tokens: int) -> None:
         self._limits.give_back(permit, used_tokens, time.monotonic())
+
+    async def close(self) -> None:
+        pass

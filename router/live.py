@@ -15,10 +15,12 @@ from core.membership import Life, Role, WorkerInfo, WorkerLoad, WorkerRef
 from core.messages import PeerDead, PeerJoined
 from core.request import GenerateRequest, Placement, TokenDelta
 from router.admission.limits import TenantLimits
+from router.admission.policy import TenantPolicy
 from router.config import RouterConfig
 from router.dispatcher import Deliver, Dispatcher, Effect, Fail, Planned, Send
 from router.limiter import Limiter, OwnLimiter
 from router.policy_file import Policy
+from router.shared_limits import SharedLimiter
 from router.view import ClusterView
 from router.worker_link import WorkerLink
 from telemetry.logs import log_state
@@ -44,7 +46,7 @@ class LiveDispatcher:
         self._metrics = metrics
         self.view = ClusterView()
         self._dispatcher = Dispatcher(config.dispatcher, self.view, router_id)
-        self._limiter: Limiter = OwnLimiter(TenantLimits(lambda name: self._dispatcher.admission.policy.tenant(name)))
+        self._limiter = self._make_limiter()
         self._links: dict[WorkerRef, WorkerLink] = {}
         self._deaths: deque[WorkerRef] = deque(maxlen=MAX_DEATHS)
         self._outputs: dict[str, asyncio.Queue[TokenDelta | TandemError | None]] = {}  # None: it is over
@@ -174,6 +176,18 @@ class LiveDispatcher:
             output.put_nowait(Rejected(RejectReason.DRAINING, "this router is shutting down"))
         for link in list(self._links.values()):
             await link.close()  # and stays: a slow client's request may still be cancelled over it
+        await self._limiter.close()
+
+    def _make_limiter(self) -> Limiter:
+        def policy_of(tenant: str) -> TenantPolicy:
+            return self._dispatcher.admission.policy.tenant(tenant)
+
+        own, url = TenantLimits(policy_of), self._config.redis_url
+        if url is None:
+            return OwnLimiter(own)
+        shared = SharedLimiter(url, self._config.model_name, self.router_id, own, policy_of, self._spawn)
+        self._spawn(shared.renew_forever())
+        return shared
 
     def _opened(self, info: WorkerInfo) -> None:
         """The worker is READY: introduce it to the others, and them to it."""

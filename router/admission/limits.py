@@ -55,15 +55,36 @@ class TenantLimits:
         """Raises: Rejected: with the time after which a permit is likely to be there."""
         policy = self._policy_of(tenant)
         if policy.max_concurrent is not None and self.num_open(tenant) >= policy.max_concurrent:
-            raise Rejected(
-                RejectReason.TENANT_CONCURRENCY,
-                f"tenant {tenant!r} may have {policy.max_concurrent} requests open",
-                self._hold_s.get(tenant, FIRST_HOLD_S) / policy.max_concurrent,
-            )
-        self._charge(tenant, policy, num_tokens, now)
+            raise self.too_many_open(tenant, policy)
+        if policy.tokens_per_s is not None:
+            # A request that is larger than the bucket goes when that is full.
+            missing = min(num_tokens, policy.bucket_tokens) - self._bucket(tenant, policy, now).level
+            if missing > 0:
+                raise self.too_many_tokens(tenant, policy, missing / policy.tokens_per_s)
+        return self.admit(tenant, policy, num_tokens, now)
+
+    def admit(self, tenant: str, policy: TenantPolicy, num_tokens: int, now: float) -> Permit:
+        """Take a permit that is known to be there."""
+        if policy.tokens_per_s is None:
+            self._buckets.pop(tenant, None)
+        else:
+            self._bucket(tenant, policy, now).level -= num_tokens
         permit = Permit(tenant, num_tokens, now)
         self._open.setdefault(tenant, set()).add(permit)
         return permit
+
+    def too_many_open(self, tenant: str, policy: TenantPolicy) -> Rejected:
+        """With the time after which one of them has likely ended."""
+        return Rejected(
+            RejectReason.TENANT_CONCURRENCY,
+            f"tenant {tenant!r} may have {policy.max_concurrent} requests open",
+            self._hold_s.get(tenant, FIRST_HOLD_S) / (policy.max_concurrent or 1),
+        )
+
+    def too_many_tokens(self, tenant: str, policy: TenantPolicy, wait_s: float) -> Rejected:
+        return Rejected(
+            RejectReason.TENANT_TOKENS, f"tenant {tenant!r} has used its {policy.tokens_per_s:g} tokens/s", wait_s
+        )
 
     def give_back(self, permit: Permit, used_tokens: int, now: float) -> None:
         """Its request is over. used_tokens: what it took in the end. Raises InvariantBroken: it was given back."""
@@ -79,18 +100,7 @@ class TenantLimits:
         if bucket is not None:
             bucket.level += permit.charged_tokens - used_tokens
 
-    def _charge(self, tenant: str, policy: TenantPolicy, num_tokens: int, now: float) -> None:
-        """A request that is larger than the bucket goes when that is full."""
-        if policy.tokens_per_s is None:
-            self._buckets.pop(tenant, None)
-            return
+    def _bucket(self, tenant: str, policy: TenantPolicy, now: float) -> _Bucket:
         bucket = self._buckets.setdefault(tenant, _Bucket(policy, now))
         bucket.refill(policy, now)
-        missing = min(num_tokens, policy.bucket_tokens) - bucket.level
-        if missing > 0:
-            raise Rejected(
-                RejectReason.TENANT_TOKENS,
-                f"tenant {tenant!r} has used its {policy.tokens_per_s:g} tokens/s",
-                missing / policy.tokens_per_s,
-            )
-        bucket.level -= num_tokens
+        return bucket

@@ -38,19 +38,22 @@ class PromptsOut:
 class Capacity:
     """What the ready workers can take together. num_workers: that compute prompts; each does, whatever its role.
     free_tokens: of KV on the decode workers, as they last said. seconds_per_token: what one of them takes, learnt;
-    None before any has shown it."""
+    None before any has shown it. others_tokens: of prompts under way that other routers sent."""
 
     num_workers: int = 0
     can_decode: bool = False
     free_tokens: int = 0
     seconds_per_token: float | None = None
+    others_tokens: int = 0
 
     @classmethod
     def count(cls, workers: Iterable[WorkerView]) -> Capacity:
         ready = [worker for worker in workers if worker.life is Life.READY]
         decodes = [worker for worker in ready if worker.info.role is Role.DECODE]
         paces = [pace for worker in ready if (pace := worker.prefills.seconds_per_token) is not None]
-        return cls(len(ready), bool(decodes), sum(map(_free_tokens, decodes)), fmean(paces) if paces else None)
+        others_tokens = sum(worker.others.prompt_tokens for worker in ready)
+        pace = fmean(paces) if paces else None
+        return cls(len(ready), bool(decodes), sum(map(_free_tokens, decodes)), pace, others_tokens)
 
     def has_room(self, out: PromptsOut, tokens_ahead: int) -> bool:
         """Whether another prompt may go to the workers. tokens_ahead: that may be out for each of them."""
@@ -58,7 +61,7 @@ class Capacity:
             return False
         if out.num_prompts < LEAST_PROMPTS * self.num_workers:
             return True
-        return out.num_tokens < min(tokens_ahead * self.num_workers, self.free_tokens)
+        return out.num_tokens + self.others_tokens < min(tokens_ahead * self.num_workers, self.free_tokens)
 
 
 def _free_tokens(worker: WorkerView) -> int:
