@@ -25,6 +25,9 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 WARM_UP_TOKENS: Final = 512
+FILL_ATTEMPTS: Final = 4
+MOST_SPREAD: Final = 40  # tokens between the contexts of a batch
+LEAST_PROMPT: Final = 16
 STREAM_MAX_TOKENS: Final = 2000  # never reached
 FIRST_PLAIN_ID: Final = 100  # below lie special tokens
 
@@ -75,6 +78,7 @@ class Measurements:
         self._engine = engine
         self._settings = settings
         self._streams: list[str] = []
+        self._growth: dict[int, list[int]] = {}  # by batch: of each stream while it was filled
         self._stagger = self._warm_up()
 
     def prefill(self, tokens: int, seed: int) -> dict[str, Any]:
@@ -86,17 +90,30 @@ class Measurements:
         return {"took": watch.took()}
 
     def fill(self, batch: int, context: int, seed: int) -> dict[str, Any]:
+        """Begin streams that all come to about `context` tokens: the first ones grow while the others begin."""
+        growth = self._growth.get(batch, [(batch - 1 - index) * self._stagger for index in range(batch)])
+        for attempt in range(FILL_ATTEMPTS):
+            lengths = [max(LEAST_PROMPT, context - grown) for grown in growth]
+            contexts = self._begin_streams(lengths, f"{seed}.{attempt}")
+            if max(contexts) - min(contexts) <= MOST_SPREAD:
+                break
+            growth = [reached - length for reached, length in zip(contexts, lengths, strict=True)]
+        self._growth[batch] = growth
+        return {"contexts": [min(contexts), max(contexts)]}
+
+    def _begin_streams(self, lengths: list[int], seed: str) -> list[int]:
+        """Returns: the tokens of each when the last one has its first."""
         self._clear()
-        lengths = [context - (batch - 1 - index) * self._stagger for index in range(batch)]
-        self._streams = [f"stream {index}" for index in range(batch)]
+        contexts = list(lengths)
+        self._streams = [f"stream {index}" for index in range(len(lengths))]
         for index, name in enumerate(self._streams):
-            self._engine.add(name, self._prompt(lengths[index], seed + index), STREAM_MAX_TOKENS)
+            self._engine.add(name, self._prompt(lengths[index], f"{seed}.{index}"), STREAM_MAX_TOKENS)
             if self._stagger:
                 for grown in self._step_until(name):
-                    lengths[self._streams.index(grown)] += 1
+                    contexts[self._streams.index(grown)] += 1
         if not self._stagger:
             self._step_until(self._streams[-1])
-        return {"contexts": [min(lengths), max(lengths)]}
+        return contexts
 
     def decode(self, steps: int) -> dict[str, Any]:
         watch = Stopwatch()
@@ -144,7 +161,7 @@ class Measurements:
         self._streams = []
         self._engine.clear()
 
-    def _prompt(self, tokens: int, seed: int) -> list[int]:
+    def _prompt(self, tokens: int, seed: int | str) -> list[int]:
         """Random ids, so that no prefix is met twice."""
         draw = random.Random(f"{seed} {tokens}")
         return [draw.randrange(FIRST_PLAIN_ID, self._settings.vocab_size) for _ in range(tokens)]
