@@ -42,7 +42,8 @@ class Server:
 def tandem_server(name: str, flags: list[str], dtype: str) -> Server:
     port = free_port()
     command = [sys.executable, "-m", "cluster.main", "up", *flags, "--dtype", dtype, "--pin-workers"]
-    command += ["--http-port", str(port), "--grpc-port", "0", "--registry-port", "0", "--no-self-check"]
+    command += ["--http-port", str(port), "--grpc-port", "0", "--registry-port", "0", "--controller-port", "0",
+                "--no-self-check"]  # fmt: skip
     return Server(name, command, f"http://127.0.0.1:{port}", "SmolLM2-135M-Instruct")
 
 

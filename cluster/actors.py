@@ -8,9 +8,12 @@ torch reads them.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import faulthandler
 import importlib
 import os
+import signal
+import socket
 import sys
 import traceback
 from dataclasses import dataclass
@@ -21,7 +24,7 @@ from cluster import processes
 from cluster.burial import Location
 from cluster.config import WorkerConfig
 from cluster.ray_runtime import this_host
-from core.membership import WorkerInfo
+from core.membership import Role, WorkerInfo
 from telemetry.logs import setup_logs
 
 # One engine step is small: more threads than one would only wait for each other, and two workers would share them.
@@ -83,17 +86,38 @@ class WorkerActor(_HostActor):
     def __init__(self, host_path: str, worker_id: str, log_file: Path | None) -> None:
         super().__init__(host_path, log_file, WORKER_ENVIRONMENT)
         setup_logs(worker_id)
+        self._sigterm = _wakeup_on_sigterm()
 
     async def start(self, config: WorkerConfig) -> WorkerInfo:
-        """Pin, load weights, listen, announce."""
+        """Pin, load weights, listen, announce. From now on SIGTERM is a notice that the host goes away."""
         if config.cpu_core is not None:
             os.sched_setaffinity(0, {config.cpu_core})
         info: WorkerInfo = await super().start(config)
+        loop = asyncio.get_running_loop()
+        loop.add_reader(self._sigterm, self._noticed, config)
         return info
 
-    async def drain(self, timeout_s: float) -> None:
-        """Take nothing new; return when all that runs has ended, or after `timeout_s`."""
-        await self._host.drain(timeout_s)
+    def _noticed(self, config: WorkerConfig) -> None:
+        if signal.SIGTERM not in self._sigterm.recv(64):
+            return
+        asyncio.get_running_loop().remove_reader(self._sigterm)
+        self._leaving = asyncio.create_task(self._leave(config.drain_timeout_s, config.drain_finish_s))
+
+    async def _leave(self, timeout_s: float, finish_s: float) -> None:
+        """Drain, close, end: the keeper sees the process gone and starts another."""
+        try:
+            await self.drain(timeout_s, finish_s)
+            await self.stop()
+        finally:
+            os._exit(0)
+
+    async def drain(self, timeout_s: float, finish_s: float) -> str:
+        """As cluster.worker_host.WorkerHost.drain."""
+        return str(await self._host.drain(timeout_s, finish_s))
+
+    async def switch_role(self, role: Role, timeout_s: float, finish_s: float) -> str:
+        """As cluster.worker_host.WorkerHost.switch_role."""
+        return str(await self._host.switch_role(role, timeout_s, finish_s))
 
 
 class RouterActor(_HostActor):
@@ -102,6 +126,27 @@ class RouterActor(_HostActor):
     def __init__(self, host_path: str, log_file: Path) -> None:
         super().__init__(host_path, log_file, ROUTER_ENVIRONMENT)
         setup_logs("router")
+
+
+def _wakeup_on_sigterm() -> socket.socket:
+    """Readable once SIGTERM has come. Ray runs us beside the main thread, which alone may set a handler, and is in C++
+    between calls: it does so with its next call, and what then comes at once is the byte that CPython itself writes."""
+    reader, writer = socket.socketpair()
+    reader.setblocking(False)
+    writer.setblocking(False)
+
+    def install(_argument: object) -> int:
+        signal.signal(signal.SIGTERM, lambda _number, _frame: None)
+        signal.set_wakeup_fd(writer.detach(), warn_on_full_buffer=False)
+        return 0
+
+    _pending.append(_PendingCall(install))
+    ctypes.pythonapi.Py_AddPendingCall(_pending[-1], None)
+    return reader
+
+
+_PendingCall: Final = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
+_pending: Final[list[Any]] = []  # ctypes' callbacks live as long as they are referred to
 
 
 def _import_host(path: str) -> Any:

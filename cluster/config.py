@@ -59,6 +59,10 @@ class ClusterConfig:
     """Address that a worker listens on and is called at; "auto": its host's own address on `kv_interface`."""
     metrics_port: int = 0
     """Port of a worker's /metrics, where each worker has a host of its own; 0: any free port."""
+    controller_host: str = "127.0.0.1"
+    """Where the workers' controller listens, for `tandem role` and `tandem drain`; whoever reaches it is obeyed."""
+    controller_port: int = 50053
+    """0: any free port."""
     controller_health_host: str = "127.0.0.1"
     """Where `tandem controller` answers /livez and /readyz."""
     controller_health_port: int = 8081
@@ -105,6 +109,8 @@ class ClusterConfig:
     changes (docs/operations/admission.md). None: nothing."""
     drain_timeout_s: float = 5.0
     """How long running requests may go on after a stop was asked for."""
+    drain_finish_s: float = 2.0
+    """How long they may go on on a worker that drains before they are moved to another one, where there is one."""
     heartbeat_timeout_s: float = 20.0
     """A worker process that does not answer for so long is hung: killed and replaced."""
 
@@ -113,14 +119,15 @@ class ClusterConfig:
         _require_range("num_decode", self.num_decode, 1, MAX_WORKERS_PER_ROLE)
         _require_range("num_routers", self.num_routers, 1, MAX_ROUTERS)
         taken: dict[int, str] = {}
-        for name in PORTS:
+        for name in (*PORTS, "controller_port"):
             first_port = getattr(self, name)
             _require_range(name, first_port, 0, 65535 - ROUTER_PORT_STEP * (self.num_routers - 1))
-            for port in self.router_ports(name) if first_port else ():
+            ports = self.router_ports(name) if name in PORTS else range(first_port, first_port + 1)
+            for port in ports if first_port else ():
                 if port in taken:
                     raise BadRequest(name, f"must differ from {taken[port]}, both are {port}")
                 taken[port] = name
-        for name in ("http_host", "grpc_host", "registry_host", "controller_health_host"):
+        for name in ("http_host", "grpc_host", "registry_host", "controller_host", "controller_health_host"):
             if not getattr(self, name):
                 raise BadRequest(name, "must not be empty")
         if self.ray_address and not _is_address(self.ray_address):
@@ -129,6 +136,7 @@ class ClusterConfig:
         DispatcherConfig(local_prefill_cost=self.local_prefill_cost)  # refused here already when it would be there
         for name in ("lease_s", "start_timeout_s", "drain_timeout_s", "heartbeat_timeout_s"):
             _require_range(name, getattr(self, name), 0.1, 3600.0)
+        _require_range("drain_finish_s", self.drain_finish_s, 0.0, 3600.0)
         _require_engine_fields(self)
 
     @property
@@ -159,6 +167,11 @@ class ClusterConfig:
         """The same, with the ports of one router alone."""
         http_port, grpc_port, registry_port = (self.router_ports(name)[index] for name in PORTS)
         return replace(self, num_routers=1, http_port=http_port, grpc_port=grpc_port, registry_port=registry_port)
+
+    @property
+    def controller_address(self) -> str:
+        """host:port of the controller, for `tandem role`."""
+        return f"{self.controller_host}:{self.controller_port}"
 
     @property
     def roles(self) -> tuple[tuple[str, Role], ...]:
@@ -220,6 +233,10 @@ class WorkerConfig:
     """GPU to compute on, where an engine for GPUs is chosen; counted round where there are fewer."""
     lease_s: float = 10.0
     """Life of a hand-off lease without renewal."""
+    drain_timeout_s: float = 5.0
+    """As in ClusterConfig, after SIGTERM."""
+    drain_finish_s: float = 2.0
+    """As in ClusterConfig, after SIGTERM."""
 
     def __post_init__(self) -> None:
         for name in ("worker_id", "incarnation", "router_addresses"):

@@ -11,16 +11,19 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Final, assert_never
 
 from cluster.burial import Bury, Location
 from cluster.config import ClusterConfig, WorkerConfig
 from cluster.fleet import (
+    DrainRefused,
     DrainWorker,
     Effect,
     Event,
     Fleet,
     ForgetWorker,
+    RefusalReason,
     StartFailed,
     StartWorker,
     StopAsked,
@@ -30,7 +33,7 @@ from cluster.fleet import (
     WorkerStarted,
 )
 from cluster.ray_runtime import Actor, ActorError, ActorLost
-from core.membership import Life, WorkerInfo, WorkerRef
+from core.membership import Life, Role, WorkerInfo, WorkerRef
 
 PING_EVERY_S: Final = 2.0
 STOP_TIMEOUT_S: Final = 5.0  # for closing servers, once drained
@@ -90,6 +93,38 @@ class Controller:
                     self._emptied.set()
                 self._listener(event)
 
+    async def drain(self, worker_id: str, to: Role | None, *, force: bool, timeout_s: float) -> bool:
+        """Let a worker drain, and then serve as `to`; None: as nothing, until it is asked to or ends. False: it does so
+        already. A caller that leaves changes nothing.
+
+        force: also the last decode worker. timeout_s: what is open after that keeps its role. Raises: DrainRefused.
+        """
+        if to is not None and self._fleet.role_of(worker_id) is to and self.lives[worker_id] is Life.READY:
+            return False
+        ref = self._fleet.drain(worker_id, to, force=force)
+        reason, message = await asyncio.shield(self._lives.create_task(self._drain_to(ref, to, timeout_s)))
+        if reason is not None:
+            raise DrainRefused(reason, message)
+        return True
+
+    async def _drain_to(self, ref: WorkerRef, to: Role | None, timeout_s: float) -> tuple[RefusalReason | None, str]:
+        """Until the worker says how it went, or is dead: a hung one is BUSY until then."""
+        finish_s = min(self._config.drain_finish_s, timeout_s / 2)
+        method, arguments = ("switch_role", (to,)) if to is not None else ("drain", ())
+        call_s = timeout_s + self._config.heartbeat_timeout_s + STOP_TIMEOUT_S
+        try:
+            left = await self._actors[ref].call(method, *arguments, timeout_s, finish_s, timeout_s=call_s)
+        except ActorFailures as error:
+            role = self._fleet.role_of(ref.worker_id)
+            return RefusalReason.WORKER_LOST, f"{ref} was lost ({_text(error)}); its place starts again as {role}"
+        self._fleet.drained(ref, to, done=not left)
+        if left:
+            return RefusalReason.NOT_DRAINED, f"{ref.worker_id}: {left}"
+        info = self.workers.get(ref.worker_id)
+        if to is not None and info is not None and info.ref == ref:
+            self.workers[ref.worker_id] = replace(info, role=to)
+        return None, ""
+
     async def stop(self) -> None:
         """Drain and end all workers; needs `run` to be running. Bounded: what is left after that is killed."""
         self._emptied.clear()
@@ -120,7 +155,7 @@ class Controller:
                 self._actors[ref] = actor
                 self._lives.create_task(self._live(ref, actor, config))
             case DrainWorker(ref):
-                self._lives.create_task(self._drain(self._actors[ref]))
+                self._lives.create_task(self._drain_and_end(self._actors[ref]))
             case ForgetWorker(ref):
                 actor, location = self._actors.pop(ref), self._locations.pop(ref, None)
                 actor.kill()  # a drained one for the second time: that finds nothing
@@ -149,11 +184,11 @@ class Controller:
         await self._bury(ref, location)
         await self._report_death(ref)
 
-    async def _drain(self, actor: Actor) -> None:
+    async def _drain_and_end(self, actor: Actor) -> None:
         """Let it finish, close it, end its process: its `_watch` then reports the end."""
-        drain_s = self._config.drain_timeout_s
+        drain_s, finish_s = self._config.drain_timeout_s, self._config.drain_finish_s
         with contextlib.suppress(*ActorFailures):  # it ends below in any case
-            await actor.call("drain", drain_s, timeout_s=drain_s + 1.0)
+            await actor.call("drain", drain_s, finish_s, timeout_s=drain_s + 1.0)
             await actor.call("stop", timeout_s=STOP_TIMEOUT_S)
         actor.kill()
 

@@ -3,15 +3,20 @@
 One place for each wanted worker; a place holds at most one life at a time (core.membership.LIFE_NEXT), so there are
 never more workers than wanted. A dead worker is replaced at once; one that dies again before it was READY for
 `stable_after_s` waits, twice as long each time, up to a bound.
+
+A place has a wanted role, which `drain` changes: whoever lives there next has it too, also when its worker dies on the
+way. Only a worker that says that it could not change gives the old one back. One place at a time drains.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from enum import StrEnum
 from random import Random
 from typing import Final, assert_never
 
+from core.errors import TandemError
 from core.membership import Life, Role, WorkerRef, next_life
 
 INCARNATION_BITS: Final = 64
@@ -98,15 +103,35 @@ class Backoff:
         return min(self.first_s * 2.0 ** min(quick_deaths - 1, 32), self.max_s) if quick_deaths else 0.0
 
 
+class RefusalReason(StrEnum):
+    """Why a worker is not drained, or does not change its role: one closed list for callers (proto: DrainOutcome)."""
+
+    UNKNOWN_WORKER = "unknown_worker"
+    NOT_READY = "not_ready"  # starting, gone, or on its way out
+    BUSY = "busy"  # another drain is under way
+    LAST_DECODE_WORKER = "last_decode_worker"  # nobody else is ready to decode; can be forced
+    NOT_DRAINED = "not_drained"  # it goes on as it was
+    WORKER_LOST = "worker_lost"  # on the way; its place starts again, in the role that was wanted
+
+
+class DrainRefused(TandemError):
+    """The worker goes on as it was, unless `reason` says otherwise."""
+
+    def __init__(self, reason: RefusalReason, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
 @dataclass(slots=True)
 class _Place:
     worker_id: str
-    role: Role
+    role: Role  # that it has, or will have
     ref: WorkerRef | None = None  # None exactly when life is GONE
     life: Life = Life.GONE
     due_s: float = float("-inf")  # not started again before
     ready_since_s: float = 0.0
     quick_deaths: int = 0
+    role_before: Role | None = None  # while a drain is under way: the role to fall back to
 
 
 class Fleet:
@@ -122,6 +147,43 @@ class Fleet:
     def lives(self) -> dict[str, Life]:
         """Life of each place's present worker."""
         return {place.worker_id: place.life for place in self._places.values()}
+
+    def role_of(self, worker_id: str) -> Role | None:
+        """The wanted role of a place; None: there is no such place."""
+        place = self._places.get(worker_id)
+        return None if place is None else place.role
+
+    def drain(self, worker_id: str, to: Role | None, *, force: bool) -> WorkerRef:
+        """The worker that is to drain, and then to serve as `to`; None: nothing. Say how it ended by `drained`.
+
+        force: also when nobody else is ready to decode. Raises: DrainRefused: nothing changes.
+        """
+        place = self._places.get(worker_id)
+        if place is None:
+            raise DrainRefused(RefusalReason.UNKNOWN_WORKER, f"{worker_id} is none of {', '.join(self._places)}")
+        busy = next((it.worker_id for it in self._places.values() if it.role_before is not None), None)
+        if busy is not None:
+            raise DrainRefused(RefusalReason.BUSY, f"{busy} is draining: one worker at a time")
+        if place.ref is None or place.life is Life.STARTING or self._stopping:
+            raise DrainRefused(RefusalReason.NOT_READY, f"{worker_id} is {place.life}, not ready")
+        others = (it for it in self._places.values() if it is not place and it.life is Life.READY)
+        leaves = place.role is Role.DECODE and place.life is Life.READY and to is not Role.DECODE
+        if leaves and not force and not any(it.role is Role.DECODE for it in others):
+            message = f"{worker_id} is the last decode worker that is ready: without it nothing is served"
+            raise DrainRefused(RefusalReason.LAST_DECODE_WORKER, message)
+        if place.life is Life.READY:
+            place.life = next_life(worker_id, place.life, Life.DRAINING)
+        place.role_before, place.role = place.role, to or place.role
+        return place.ref
+
+    def drained(self, ref: WorkerRef, to: Role | None, *, done: bool) -> None:
+        """The worker serves as `to`, or as before when it could not; without `to` it takes no work in any case."""
+        place = self._place_of(ref)
+        if place is None or place.role_before is None or self._stopping:
+            return
+        place.role, place.role_before = place.role if done else place.role_before, None
+        if to is not None:
+            place.life = next_life(ref.worker_id, place.life, Life.READY)
 
     def step(self, event: Event, now: float) -> list[Effect]:
         """What to do after `event`, which happened at `now` (monotonic seconds)."""
@@ -158,10 +220,10 @@ class Fleet:
         place = self._place_of(ref)
         if place is None:
             return []
-        if place.life is Life.READY and now - place.ready_since_s >= self._backoff.stable_after_s:
+        if place.life is not Life.STARTING and now - place.ready_since_s >= self._backoff.stable_after_s:
             place.quick_deaths = 0
         place.life = next_life(ref.worker_id, place.life, Life.GONE)
-        place.ref = None
+        place.ref = place.role_before = None
         place.due_s = now + self._backoff.delay_s(place.quick_deaths)
         place.quick_deaths += 1
         effects: list[Effect] = [ForgetWorker(ref, reason)]
@@ -170,13 +232,15 @@ class Fleet:
         return effects
 
     def _stop(self) -> list[Effect]:
+        if self._stopping:
+            return []
         self._stopping = True
         effects: list[Effect] = []
         for place in self._places.values():
-            if place.ref is None or place.life is Life.DRAINING:
+            if place.ref is None:
                 continue
-            if place.life is Life.READY:
-                place.life = next_life(place.worker_id, place.life, Life.DRAINING)
+            if place.life is not Life.STARTING:
+                place.life = Life.DRAINING  # as it is when it drains for another role
                 effects.append(DrainWorker(place.ref))
             else:
                 effects.append(ForgetWorker(place.ref, "stopped while starting"))

@@ -19,6 +19,7 @@ from cluster.actors import HostPaths, WorkerActor
 from cluster.burial import HostBurial
 from cluster.config import ClusterConfig, WorkerConfig, worker_config
 from cluster.controller import ActorFailures, Controller
+from cluster.controller_service import serve_controller
 from cluster.death_notices import DeathNotices
 from cluster.fleet import Event, Fleet, StartFailed, StartWorker, WorkerDied, WorkerStarted
 from cluster.progress import Progress
@@ -53,6 +54,7 @@ class HostController:
     async def run(self, stop: asyncio.Event) -> None:
         """Everything, until `stop` is set. Raises: BadRequest, RayFailed, or the error that ended the controller."""
         probes = await self._answer_probes()
+        service = await serve_controller(self._controller, self._config)
         working, stopping = asyncio.create_task(self._work()), asyncio.create_task(stop.wait())
         try:
             await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -67,6 +69,7 @@ class HostController:
             stopping.cancel()
             await asyncio.gather(working, stopping, return_exceptions=True)
             await self._ray.stop(STOP_TIMEOUT_S)
+            await service.stop(grace=None)
             await probes.cleanup()
         self._progress.say("stopped")
 
@@ -94,7 +97,7 @@ class HostController:
 
     def _spawn(self, order: StartWorker) -> tuple[Actor, WorkerConfig]:
         ref, config = order.ref, self._config
-        resource = RESOURCES[order.role]
+        resource = RESOURCES[dict(config.roles)[ref.worker_id]]  # of its place, whatever it serves as
         actor = self._ray.create(WorkerActor, str(ref), self._hosts.worker, ref.worker_id, None, resource=resource)
         return actor, worker_config(
             config, ref.worker_id, ref.incarnation, order.role, router_addresses=config.registry_addresses

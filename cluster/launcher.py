@@ -18,11 +18,14 @@ from pathlib import Path
 from random import SystemRandom
 from typing import Any, Final
 
+import grpc
+
 from cluster import processes
 from cluster.actors import HostPaths, RouterActor, WorkerActor
 from cluster.burial import bury_here
 from cluster.config import ClusterConfig, WorkerConfig, router_config, worker_config
 from cluster.controller import Controller
+from cluster.controller_service import serve_controller
 from cluster.death_notices import DeathNotices
 from cluster.fleet import Event, Fleet, StartFailed, StartWorker, WorkerDied, WorkerStarted
 from cluster.folders import RunFolders
@@ -59,6 +62,7 @@ class Launcher:
         fleet = Fleet(config.roles, SystemRandom())
         self._deaths = DeathNotices(config.registry_addresses)
         self._controller = Controller(fleet, self._spawn_worker, config, self._heard, bury_here, self._deaths.died)
+        self._service: grpc.aio.Server | None = None
         self._routers = [
             RouterKeeper(name, partial(self._spawn_router, index, name), config, progress.say)
             for index, name in enumerate(_router_names(config.num_routers))
@@ -105,6 +109,7 @@ class Launcher:
                 self._keep(router.run())
             self._controlling = self._keep(self._controller.run())
             self._keep(self._deaths.run())
+            self._service = await serve_controller(self._controller, self._config)
             await asyncio.gather(self._started.wait(), *(router.started.wait() for router in self._routers))
         async with self._progress.step("connecting workers"):
             await asyncio.gather(*map(self._connected, self._config.registry_addresses))
@@ -201,6 +206,8 @@ class Launcher:
         self._stopping = True
         below = processes.descendants(os.getpid())
         async with self._progress.step("stopping"):
+            if self._service is not None:
+                await self._service.stop(grace=None)
             if self._controlling is not None and not self._controlling.done():
                 await self._controller.stop()
             for task in self._background:

@@ -21,6 +21,8 @@ def resolve_ports(config: ClusterConfig) -> ClusterConfig:
 
     Raises: BadRequest: a port cannot be listened on.
     """
+    controller_port = _usable_port("--controller-port", config.controller_host, config.controller_port)
+    config = replace(config, controller_port=controller_port)
     any_free = config.num_routers > 1 and 0 in (config.http_port, config.grpc_port, config.registry_port)
     for _ in range(TRIES - 1 if any_free else 0):
         with suppress(BadRequest):  # a free port for the first router need not leave one for the next

@@ -3,7 +3,7 @@
 1. Load weights; the KV pool is zeroed and registered with the transport.
 2. Listen; announce to every router once a second, which dials back and introduces the other workers.
 3. Serve: commands come in over the routers' streams, steps run, tokens go out, KV moves.
-4. Drain: take nothing new, let what runs end. Stop: close everything.
+4. Drain: take nothing new, let what runs end or leave. Then stop, or serve again, perhaps as the other role.
 A state that must not exist ends the process: its keeper starts a new incarnation.
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from dataclasses import replace
 from typing import Final
 
 import grpc
@@ -26,6 +27,7 @@ from cluster.peers import Peers
 from cluster.router_streams import RouterStream, RouterStreams
 from cluster.routers import with_each_router
 from cluster.worker_engine import Engine, build_engine
+from cluster.worker_role import Drain, WorkerRole
 from cluster.worker_service import WorkerServicer
 from cluster.worker_transfer import build_transfer
 from core.errors import BadRequest
@@ -60,6 +62,7 @@ logger = logging.getLogger(__name__)
 ANNOUNCE_INTERVAL_S: Final = 1.0
 ANNOUNCE_TIMEOUT_S: Final = 2.0
 TICK_INTERVAL_S: Final = 0.1
+DRAIN_POLL_S: Final = 0.01
 INDEX_TTL_S: Final = 300.0
 MAX_MESSAGE_BYTES: Final = 64 << 20
 EXIT_REFUSED: Final = 71
@@ -71,13 +74,13 @@ class WorkerHost:
     async def start(self, config: WorkerConfig) -> WorkerInfo:
         """Raises BadModel or BadRequest: the configuration cannot be served."""
         self._config = config
-        self._draining = False
         self._orphaned_blocks = 0
         self._tasks = BackgroundTasks(self._broken)
         self._ref = WorkerRef(config.worker_id, config.incarnation)
         self._engine: Engine = await asyncio.to_thread(build_engine, config)
         self._build_transfer()
-        self._build_role()
+        scheduler, handoffs = self._engine.scheduler, self._transfer.handoffs
+        self._role = WorkerRole(config.role, self._make_service, self._streams.send, scheduler, handoffs)
         self._loop = EngineLoop(self._engine.scheduler, self._engine.runner, self._stepped)
         self._metrics = WorkerMetrics(CollectorRegistry(), self._state)
         listener = self._transfer.driver.listener
@@ -89,12 +92,19 @@ class WorkerHost:
             self._tasks.spawn(work)
         return self._info
 
-    async def drain(self, timeout_s: float) -> None:
-        """Refuse what is new; return when nothing is left of what was taken, or after `timeout_s`."""
-        self._draining = True
-        deadline_s = time.monotonic() + timeout_s
-        while not self._idle() and time.monotonic() < deadline_s:  # noqa: ASYNC110 - many conditions, one look
-            await asyncio.sleep(TICK_INTERVAL_S)
+    async def drain(self, timeout_s: float, finish_s: float) -> str:
+        """Take nothing new, for good. Returns what is left when nothing is open, or after `timeout_s`."""
+        return await self._drained(self._role.drain(timeout_s, finish_s, time.monotonic()))
+
+    async def switch_role(self, role: Role, timeout_s: float, finish_s: float) -> str:
+        """Drain, then serve as `role`. Returns why it does not; nothing when it does."""
+        return await self._drained(self._role.drain(timeout_s, finish_s, time.monotonic(), to=role))
+
+    async def _drained(self, drain: Drain) -> str:
+        while drain.outcome is None:
+            self._role.poll(time.monotonic())
+            await asyncio.sleep(DRAIN_POLL_S)
+        return drain.outcome
 
     async def stop(self) -> None:
         """Close servers, engine and transport. What still runs ends with an error at its router."""
@@ -117,13 +127,12 @@ class WorkerHost:
         url, digest = config.redis_url, engine.identity.digest()
         self._index: PrefixIndex = RedisPrefixIndex(url, self._ref, digest, INDEX_TTL_S) if url else NoPrefixIndex()
 
-    def _build_role(self) -> None:
+    def _make_service(self, role: Role) -> PrefillService | DecodeService:
         engine, send = self._engine, self._streams.send
         handoffs, driver = self._transfer.handoffs, self._transfer.driver
-        self._role: PrefillService | DecodeService
-        if self._config.role is Role.PREFILL:
+        if role is Role.PREFILL:
             prefill = PrefillSession(PrefillConfig(block_bytes=engine.block_bytes), engine.scheduler, handoffs)
-            self._role = PrefillService(
+            return PrefillService(
                 prefill,
                 driver,
                 self._index,
@@ -133,9 +142,8 @@ class WorkerHost:
                 self._tasks.spawn,
                 time.monotonic,
             )
-        else:
-            decode = DecodeSession(DecodeConfig(block_bytes=engine.block_bytes), engine.scheduler, handoffs)
-            self._role = DecodeService(decode, driver, send, self._wake, time.monotonic)
+        decode = DecodeSession(DecodeConfig(block_bytes=engine.block_bytes), engine.scheduler, handoffs)
+        return DecodeService(decode, driver, send, self._wake, time.monotonic)
 
     async def _listen(self) -> None:
         options = (
@@ -153,7 +161,7 @@ class WorkerHost:
             self._ref,
             self._transfer.transport.describe(),
             self._streams,
-            on_open=self._say_load,
+            on_open=self._introduce,
             on_command=self._command,
             on_closed=self._router_closed,
             spawn=self._tasks.spawn,
@@ -186,16 +194,20 @@ class WorkerHost:
                 self._tasks.spawn(self._peers.dead(worker))
                 self._tasks.spawn(self._index.purge(worker))
             case CancelRequest(request_id):
-                self._role.command(command)
+                self._role.service.command(command)
                 self._streams.disown(request_id)
-            case StartGeneration(request) | ReserveBlocks(request) | StartPrefill(request):
+            case StartGeneration() | ReserveBlocks() | StartPrefill():
                 self._streams.own(stream, command)
-                if self._draining:
-                    self._streams.send(Refused(request.request_id, RefuseReason.DRAINING))
-                elif request.grammar is not None and not self._engine.grammars.has(request.grammar):
-                    self._tasks.spawn(self._compile_first(command, request.request_id, request.grammar))
-                else:
-                    self._role.command(command)
+                self._begin(command)
+
+    def _begin(self, command: StartGeneration | ReserveBlocks | StartPrefill) -> None:
+        request_id, grammar = command.request.request_id, command.request.grammar
+        if self._role.draining:
+            self._streams.send(Refused(request_id, RefuseReason.DRAINING))
+        elif grammar is not None and not self._engine.grammars.has(grammar):
+            self._tasks.spawn(self._compile_first(command, request_id, grammar))
+        else:
+            self._role.service.command(command)
 
     async def _compile_first(
         self, command: StartGeneration | ReserveBlocks | StartPrefill, request_id: str, grammar: Grammar
@@ -207,15 +219,15 @@ class WorkerHost:
             self._streams.send(Refused(request_id, RefuseReason.BAD_REQUEST, str(error)))
             return
         if self._streams.owns(request_id):
-            self._role.command(command)
+            self._begin(command)
 
     def _router_closed(self, request_ids: list[str]) -> None:
         for request_id in request_ids:
-            self._role.command(CancelRequest(request_id))
+            self._role.service.command(CancelRequest(request_id))
 
     def _stepped(self, progress: list[Progress], report: StepReport) -> None:
         self._metrics.step_done(report.duration_s, report.prefill_tokens, report.decode_tokens)
-        deltas = self._role.stepped(progress)
+        deltas = self._role.service.stepped(progress)
         self._streams.step(deltas, self._engine.scheduler.load())
         for item in progress:
             if item.ended:
@@ -223,10 +235,15 @@ class WorkerHost:
         self._publish()
 
     def _handoff_ended(self, outcome: Outcome) -> None:
-        self._role.handoff_ended(outcome)
+        self._role.service.handoff_ended(outcome)
 
     def _wake(self) -> None:
         self._loop.wake()
+
+    def _introduce(self) -> None:
+        """To a router whose stream has opened."""
+        self._streams.send(self._role.state(time.monotonic()))
+        self._say_load()
 
     def _say_load(self) -> None:
         self._streams.step((), self._engine.scheduler.load())
@@ -239,10 +256,6 @@ class WorkerHost:
         if changes.evicted:
             self._tasks.spawn(self._index.withdraw(changes.evicted))
 
-    def _idle(self) -> bool:
-        load = self._engine.scheduler.load()
-        return not (load.running_requests or load.waiting_requests or len(self._role) or len(self._transfer.handoffs))
-
     # --- time -----------------------------------------------------------------------------------------------------
 
     async def _tick_forever(self) -> None:
@@ -250,12 +263,12 @@ class WorkerHost:
         while True:
             await asyncio.sleep(TICK_INTERVAL_S)
             self._transfer.driver.tick()
-            self._role.tick()
+            self._role.service.tick()
             self._publish()
             if time.monotonic() >= load_at_s:
                 load_at_s = time.monotonic() + ANNOUNCE_INTERVAL_S
                 self._say_load()
-            if self._idle() is not idle:
+            if idle is bool(self._role.held()):
                 idle = not idle
                 if idle:
                     self._check_pool()
@@ -274,7 +287,8 @@ class WorkerHost:
             stub, heard = pb_grpc.RouterServiceStub(channel), True
             while True:
                 load = encode_load(self._engine.scheduler.load())
-                request = pb.AnnounceRequest(worker=encode_info(self._info), load=load, draining=self._draining)
+                worker = encode_info(replace(self._info, role=self._role.role))
+                request = pb.AnnounceRequest(worker=worker, load=load)
                 try:
                     await stub.Announce(request, timeout=ANNOUNCE_TIMEOUT_S)
                     heard = True
@@ -308,7 +322,7 @@ class WorkerHost:
             quarantined_blocks=load.quarantined_blocks,
             running_requests=load.running_requests,
             waiting_requests=load.waiting_requests,
-            open_requests=len(self._role),
+            open_requests=len(self._role.service),
             orphaned_blocks=self._orphaned_blocks,
             open_handoffs=len(self._transfer.handoffs),
             preemptions=self._engine.scheduler.num_preemptions,

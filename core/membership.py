@@ -17,7 +17,8 @@ class Role(StrEnum):
 
 
 class Life(StrEnum):
-    """STARTING: weights loading. READY: registered, warm. DRAINING: takes no new work. GONE: dead to us."""
+    """STARTING: weights loading. READY: registered, warm. DRAINING: takes no new work, until it goes or serves again.
+    GONE: dead to us."""
 
     STARTING = "starting"
     READY = "ready"
@@ -28,7 +29,7 @@ class Life(StrEnum):
 LIFE_NEXT: Final[dict[Life, frozenset[Life]]] = {
     Life.STARTING: frozenset({Life.READY, Life.GONE}),
     Life.READY: frozenset({Life.DRAINING, Life.GONE}),
-    Life.DRAINING: frozenset({Life.GONE}),
+    Life.DRAINING: frozenset({Life.READY, Life.GONE}),
     Life.GONE: frozenset(),
 }
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from core.handoff import HandoffTicket
-from core.membership import NOTHING_GIVEN, GivenWork, WorkerInfo, WorkerLoad, WorkerRef
+from core.membership import NOTHING_GIVEN, GivenWork, Role, WorkerInfo, WorkerLoad, WorkerRef
 from core.request import GenerateRequest, TokenDelta
 
 # --- router to worker ---------------------------------------------------------------------------------------------
@@ -70,6 +70,7 @@ class RefuseReason(StrEnum):
     NO_BLOCKS = "no_blocks"  # waited its bound without room in the KV pool
     TRANSFER_FAILED = "transfer_failed"  # the KV did not land
     DRAINING = "draining"  # takes nothing new
+    WRONG_ROLE = "wrong_role"  # has changed its role since
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,4 +107,19 @@ class PeerConnected:
     probe_gbps: float
 
 
-Answer = StepOutput | Reserved | Refused | PeerConnected
+@dataclass(frozen=True, slots=True)
+class Draining:
+    """Takes nothing new. What runs may go on for `finish_s`; of `unbegun` requests nothing is computed yet."""
+
+    finish_s: float
+    unbegun: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """Takes work as `role`: first on a stream, and when a drain has ended."""
+
+    role: Role
+
+
+Answer = StepOutput | Reserved | Refused | PeerConnected | Draining | Serving

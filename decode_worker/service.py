@@ -46,6 +46,10 @@ class DecodeService:
         """Requests that the scheduler does not hold."""
         return len(self._session)
 
+    def unbegun(self) -> list[str]:
+        """Requests of which nothing is computed."""
+        return self._session.unbegun()
+
     def command(self, command: StartGeneration | ReserveBlocks | StartPrefill | CancelRequest) -> None:
         """One request-level command of a router."""
         now = self._clock()
@@ -57,7 +61,7 @@ class DecodeService:
             case CancelRequest(request_id):
                 self._perform(self._session.cancel(request_id, now))
             case StartPrefill(request):
-                self._send(Refused(request.request_id, RefuseReason.BAD_REQUEST, "this is a decode worker"))
+                self._send(Refused(request.request_id, RefuseReason.WRONG_ROLE, "this is a decode worker"))
             case _:
                 assert_never(command)
 

@@ -65,6 +65,10 @@ class DecodeSession:
         """Requests that are waiting or reserved; running ones are the scheduler's."""
         return len(self._waiting) + len(self._reserved)
 
+    def unbegun(self) -> list[str]:
+        """Requests of which nothing is computed, and that hold no blocks for a source to write."""
+        return [*self._waiting, *self._scheduler.unbegun()]
+
     def start(self, request: GenerateRequest) -> list[Effect]:
         """Prefill and decode here."""
         try:

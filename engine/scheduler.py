@@ -146,6 +146,14 @@ class Scheduler:
                 self._forget(sequence)
         return True
 
+    def unbegun(self) -> list[str]:
+        """Requests that wait and of which nothing was computed here, in order."""
+        return [
+            item.request_id
+            for item in self._waiting
+            if not item.num_computed_prompt and item.num_known == item.request.num_given_tokens
+        ]
+
     def plan(self) -> StepPlan | None:
         """The next step, or None when there is nothing to compute. One step is in flight at a time."""
         if self._in_flight is not None:

@@ -19,10 +19,21 @@ def decode_ref(message: pb.WorkerRef) -> WorkerRef:
     return WorkerRef(message.worker_id, message.incarnation)
 
 
+def encode_role(role: Role) -> pb.Role:
+    return _ROLE_TO_PROTO[role]
+
+
+def decode_role(role: pb.Role) -> Role:
+    """Raises BadRequest: it is not one we know."""
+    if role not in _ROLE_FROM_PROTO:
+        raise BadRequest("role", f"must be prefill or decode, got {role}")
+    return _ROLE_FROM_PROTO[role]
+
+
 def encode_info(info: WorkerInfo) -> pb.WorkerInfo:
     return pb.WorkerInfo(
         ref=encode_ref(info.ref),
-        role=_ROLE_TO_PROTO[info.role],
+        role=encode_role(info.role),
         address=info.address,
         identity_digest=info.identity_digest,
         block_size=info.block_size,
@@ -35,11 +46,9 @@ def encode_info(info: WorkerInfo) -> pb.WorkerInfo:
 
 def decode_info(message: pb.WorkerInfo) -> WorkerInfo:
     """Raises BadRequest: the role is not one we know."""
-    if message.role not in _ROLE_FROM_PROTO:
-        raise BadRequest("worker.role", f"must be prefill or decode, got {message.role}")
     return WorkerInfo(
         ref=decode_ref(message.ref),
-        role=_ROLE_FROM_PROTO[message.role],
+        role=decode_role(message.role),
         address=message.address,
         identity_digest=message.identity_digest,
         block_size=message.block_size,

@@ -12,6 +12,7 @@ from core.messages import (
     Answer,
     CancelRequest,
     Command,
+    Draining,
     PeerConnected,
     PeerDead,
     PeerJoined,
@@ -19,6 +20,7 @@ from core.messages import (
     RefuseReason,
     ReserveBlocks,
     Reserved,
+    Serving,
     StartGeneration,
     StartPrefill,
     StepOutput,
@@ -27,10 +29,12 @@ from kv_transfer.membership_codec import (
     decode_info,
     decode_load,
     decode_ref,
+    decode_role,
     decode_work,
     encode_info,
     encode_load,
     encode_ref,
+    encode_role,
     encode_work,
 )
 from kv_transfer.request_codec import decode_delta, decode_reason, decode_request, encode_delta, encode_request
@@ -93,12 +97,16 @@ def encode_answer(answer: Answer) -> pb.ConnectResponse:
         case PeerConnected(peer, lane, probe_gbps):
             connected = pb.PeerConnected(peer=encode_ref(peer), lane=lane, probe_gbps=probe_gbps)
             return pb.ConnectResponse(peer_connected=connected)
+        case Draining(finish_s, unbegun):
+            return pb.ConnectResponse(draining=pb.Draining(finish_s=finish_s, unbegun_request_ids=unbegun))
+        case Serving(role):
+            return pb.ConnectResponse(serving=pb.Serving(role=encode_role(role)))
         case _:
             assert_never(answer)
 
 
 def decode_answer(message: pb.ConnectResponse) -> Answer:
-    """Raises BadRequest: a kind or a reason that this revision does not know."""
+    """Raises BadRequest: a kind, a reason or a role that this revision does not know."""
     match message.WhichOneof("message"):
         case "step":
             deltas = tuple(decode_delta(delta) for delta in message.step.deltas)
@@ -111,6 +119,10 @@ def decode_answer(message: pb.ConnectResponse) -> Answer:
         case "peer_connected":
             connected = message.peer_connected
             return PeerConnected(decode_ref(connected.peer), connected.lane, connected.probe_gbps)
+        case "draining":
+            return Draining(message.draining.finish_s, tuple(message.draining.unbegun_request_ids))
+        case "serving":
+            return Serving(decode_role(message.serving.role))
         case kind:
             raise BadRequest("message", f"answer {kind} is not known to this router")
 

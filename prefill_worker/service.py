@@ -57,6 +57,10 @@ class PrefillService:
         """Requests that are not done."""
         return len(self._session)
 
+    def unbegun(self) -> list[str]:
+        """Requests of which nothing is computed."""
+        return self._session.unbegun()
+
     def command(self, command: StartGeneration | ReserveBlocks | StartPrefill | CancelRequest) -> None:
         """One request-level command of a router."""
         now = self._clock()
@@ -66,7 +70,7 @@ class PrefillService:
             case CancelRequest(request_id):
                 self._perform(self._session.cancel(request_id, now))
             case StartGeneration(request) | ReserveBlocks(request):
-                self._send(Refused(request.request_id, RefuseReason.BAD_REQUEST, "this is a prefill worker"))
+                self._send(Refused(request.request_id, RefuseReason.WRONG_ROLE, "this is a prefill worker"))
             case _:
                 assert_never(command)
 

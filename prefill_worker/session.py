@@ -54,6 +54,7 @@ class _Prefill:
     sequence: Sequence
     handoff_id: str
     hits: list[int]  # local hits held while a fetch extends them
+    queued: bool = False  # the scheduler has it
     fetch_deadline_s: float = 0.0
     fetched_blocks: int = 0
 
@@ -75,6 +76,11 @@ class PrefillSession:
     def __len__(self) -> int:
         return len(self._prefills)
 
+    def unbegun(self) -> list[str]:
+        """Requests of which nothing is computed: a prefix is looked for, or the scheduler has others to do first."""
+        waiting = set(self._scheduler.unbegun())
+        return [name for name, prefill in self._prefills.items() if not prefill.queued or name in waiting]
+
     def start(self, request: GenerateRequest, ticket: HandoffTicket, now: float) -> list[Effect]:
         """Accept a ticket and compute the prompt, or refuse and tell the target at once."""
         effects: list[Effect] = list(self._handoffs.source.open(ticket, now))
@@ -94,7 +100,7 @@ class PrefillSession:
             self._scheduler.pool.hold(local)
             prefill.hits = local
             return [*effects, LookUpPrefix(request.request_id, tuple(hashes))]
-        self._scheduler.add(sequence)
+        self._compute(prefill)
         return effects
 
     def prefix_found(self, request_id: str, num_blocks: int, holder: WorkerRef | None, now: float) -> list[Effect]:
@@ -172,6 +178,7 @@ class PrefillSession:
     def _compute(self, prefill: _Prefill) -> None:
         """Queue the sequence; the hits it is admitted with are the most recent in the cache."""
         self._scheduler.add(prefill.sequence)
+        prefill.queued = True
         self._scheduler.pool.release(prefill.hits)
         prefill.hits = []
 

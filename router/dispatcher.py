@@ -7,7 +7,7 @@ last of its choices.
 
 A lost worker ends no request. One without a token begins again; one whose tokens are out goes on elsewhere from the
 latest of them: seeds are by position, and penalties, stop strings and grammars look at all tokens, so the rest is what
-the lost worker would have drawn.
+the lost worker would have drawn. A draining worker's requests leave it in the same way (router/drain.py).
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ from core.messages import (
     Answer,
     CancelRequest,
     Command,
+    Draining,
     PeerConnected,
     Refused,
     RefuseReason,
     ReserveBlocks,
     Reserved,
+    Serving,
     StartGeneration,
     StartPrefill,
     StepOutput,
@@ -35,6 +37,7 @@ from core.request import FinishReason, GenerateRequest, Placement, TokenDelta
 from router.admission.admission import Admission
 from router.admission.fair_line import Waiting
 from router.admission.policy import AdmissionPolicy
+from router.drain import must_leave
 from router.flow import Flow, Leg, Output, Stage
 from router.policy.choose import Plan, choose, filter_fitting
 from router.view import ClusterView
@@ -46,7 +49,7 @@ FAILURES: Final = frozenset({FinishReason.ABORT, FinishReason.ERROR, FinishReaso
 class DispatcherConfig:
     """max_open_requests: most requests in any stage. queue_timeout_s: longest wait for ready workers, of a request that
     had its turn. tokens_ahead: prompt tokens that may be out for each worker, see router/admission/room.py.
-    max_attempts: plans that may follow each other without a token. max_migrations: how often a request may lose the
+    max_attempts: plans that may fail in a row without a token. max_migrations: how often a request may lose the
     workers that gave it tokens: one that kills them must not kill all. request_timeout_s: longest life of a request.
     local_prefill_cost: a prompt is computed on its decode worker when that gives its first token so many times sooner
     than the prefill workers would; inf: never while there are any."""
@@ -168,6 +171,13 @@ class Dispatcher:
             case PeerConnected():
                 self._view.connected(worker, answer)
                 return self.serve_queue(now)
+            case Draining(finish_s, unbegun):
+                self._view.draining(worker, now + finish_s)
+                self.admission.workers_changed()
+                return self._leave_draining(now, frozenset(unbegun))
+            case Serving(role):
+                self._view.serving(worker, role)
+                return self.serve_queue(now)
             case _:
                 assert_never(answer)
 
@@ -189,8 +199,8 @@ class Dispatcher:
         return [*(effect for leg in list(self._stranded) for effect in self._plan(leg, now)), *self._admit(now)]
 
     def tick(self, now: float) -> list[Effect]:
-        """End what has waited too long."""
-        effects: list[Effect] = []
+        """Leave draining workers whose time has come; end what has waited too long."""
+        effects = self._leave_draining(now)
         for flow in list(self._flows.values()):
             if any(leg.stage is Stage.QUEUED and now >= leg.queue_deadline_s for leg in flow.legs):
                 effects += self._fail(flow, self._waited_too_long(flow, now), now)
@@ -221,19 +231,29 @@ class Dispatcher:
             return Rejected(RejectReason.QUEUE_TIMEOUT, message, self.admission.retry_after_s())
         return Rejected(RejectReason.NO_WORKER, f"no worker became ready {waited}")
 
+    def _leave_draining(self, now: float, unbegun: frozenset[str] = frozenset()) -> list[Effect]:
+        """Move what must leave, as far as there is another worker for it."""
+        effects: list[Effect] = []
+        for leg in must_leave(self._legs(), self._view, now, unbegun):
+            if self._choose(leg) is not None:
+                effects += self._move(leg, now)
+        return effects
+
     def _legs(self) -> list[Leg]:
         """In order of their requests' arrival."""
         return [leg for flow in self._flows.values() for leg in flow.legs]
 
+    def _choose(self, leg: Leg) -> Plan | None:
+        return choose(leg.request, leg.flow.placement, self._view, self._config.local_prefill_cost)
+
     def _plan(self, leg: Leg, now: float) -> list[Effect]:
         flow = leg.flow
-        plan = choose(leg.request, flow.placement, self._view, self._config.local_prefill_cost)
+        plan = self._choose(leg)
         if plan is None:
             self._stranded[leg] = None
             return []
         self._stranded.pop(leg, None)
         leg.plan = plan
-        leg.num_attempts += 1
         flow.num_plans += 1
         for output in leg.outputs:
             output.early.clear()
@@ -274,7 +294,10 @@ class Dispatcher:
                 return self._plan_again(leg, TransferFailed(f"{worker}: {answer.message}"), now)
             case RefuseReason.DRAINING:
                 self._view.draining(worker)
-                return self._plan_again(leg, WorkerLost(worker.worker_id, "draining"), now)
+                self.admission.workers_changed()
+                return self._move(leg, now)
+            case RefuseReason.WRONG_ROLE:
+                return self._plan_again(leg, WorkerLost(worker.worker_id, "it has changed its role"), now)
             case _:
                 assert_never(answer.reason)
 
@@ -309,16 +332,21 @@ class Dispatcher:
 
     def _plan_again(self, leg: Leg, error: TandemError, now: float) -> list[Effect]:
         """Begin again, or go on from the tokens that are out; the error when that was tried too often."""
-        flow, queue_deadline_s = leg.flow, now + self._config.queue_timeout_s
-        moves = leg.has_new_tokens
+        flow, moves = leg.flow, leg.has_new_tokens
+        leg.num_failures += 1
         flow.num_migrations += moves
         if flow.num_migrations > self._config.max_migrations or (
-            not moves and leg.num_attempts >= self._config.max_attempts
+            not moves and leg.num_failures >= self._config.max_attempts
         ):
             return self._fail(flow, error, now)
+        return self._move(leg, now)
+
+    def _move(self, leg: Leg, now: float) -> list[Effect]:
+        """To other workers, or into the queue."""
+        flow, queue_deadline_s = leg.flow, now + self._config.queue_timeout_s
         effects = self._recall(leg)
         self._take_off_the_books(leg)
-        if not moves:
+        if not leg.has_new_tokens:
             leg.move(Stage.QUEUED)
             leg.queue_deadline_s = queue_deadline_s
             return effects + self._plan(leg, now)

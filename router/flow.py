@@ -75,7 +75,8 @@ class Flow:
 class Leg:
     """`request` is what workers get, under the id of the current attempt; its choice i is `choices[i]` of the flow.
 
-    num_attempts: plans since a token came. prefill_open: the first token has not come from the worker that computes it.
+    num_failures: of attempts, since a token came. prefill_open: whoever computes the first token has not
+    sent it.
     """
 
     flow: Flow
@@ -83,7 +84,7 @@ class Leg:
     choices: tuple[int, ...]
     queue_deadline_s: float
     stage: Stage = Stage.QUEUED
-    num_attempts: int = 0
+    num_failures: int = 0
     plan: Plan | None = None
     prefill_open: bool = False
     prefill_begun_s: float = 0.0

@@ -125,13 +125,11 @@ class LiveDispatcher:
         finally:
             self._limiter.give_back(permit, used_tokens)
 
-    def announce(self, info: WorkerInfo, load: WorkerLoad, *, draining: bool) -> None:
+    def announce(self, info: WorkerInfo, load: WorkerLoad) -> None:
         """A worker says that it lives. Raises BadRequest: it cannot belong to this cluster, or is reported dead."""
         worker = self.view.get(info.ref)
         if worker is not None:
             worker.load = load
-            if draining:
-                self.view.draining(info.ref)
             return
         if len(self.view.workers()) >= self._config.max_workers:
             raise BadRequest("worker", f"this router takes at most {self._config.max_workers} workers")

@@ -25,8 +25,7 @@ class RegistryServicer(pb_grpc.RouterServiceServicer):
     async def Announce(self, request: pb.AnnounceRequest, context: grpc.aio.ServicerContext) -> pb.AnnounceResponse:
         """FAILED_PRECONDITION: this worker can never belong here, and should end."""
         try:
-            info, load = decode_info(request.worker), decode_load(request.load)
-            self._dispatcher.announce(info, load, draining=request.draining)
+            self._dispatcher.announce(decode_info(request.worker), decode_load(request.load))
         except BadRequest as error:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
         return pb.AnnounceResponse()

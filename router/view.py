@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass, field, replace
 
 from core.errors import BadRequest
 from core.membership import NOTHING_GIVEN, GivenWork, Life, Role, WorkerInfo, WorkerLoad, WorkerRef, next_life
@@ -14,7 +15,7 @@ from router.policy.decide import PrefillQueue
 class WorkerView:
     """One incarnation. `open_requests` and `open_tokens` are what this router has given it and not got back yet:
     newer than any report, so that a burst of requests does not all go to one worker. `others`: the same of all other
-    routers, as the worker reports it."""
+    routers, as the worker reports it. move_at_s: while it drains, when what still runs there is moved elsewhere."""
 
     info: WorkerInfo
     life: Life = Life.STARTING
@@ -22,6 +23,7 @@ class WorkerView:
     others: GivenWork = NOTHING_GIVEN
     open_requests: int = 0
     open_tokens: int = 0
+    move_at_s: float = math.inf
     prefills: PrefillQueue = field(default_factory=PrefillQueue)
     peers: dict[WorkerRef, PeerConnected] = field(default_factory=dict)
 
@@ -65,11 +67,24 @@ class ClusterView:
         worker = self._workers[ref]
         worker.life = next_life(str(ref), worker.life, Life.READY)
 
-    def draining(self, ref: WorkerRef) -> None:
-        """It takes nothing new. A worker that is not READY is left as it is."""
+    def draining(self, ref: WorkerRef, move_at_s: float = math.inf) -> None:
+        """It takes nothing new. A worker that is not known to be READY is left as it is."""
         worker = self._workers.get(ref)
-        if worker is not None and worker.life is Life.READY:
+        if worker is None or worker.life not in (Life.READY, Life.DRAINING):
+            return
+        worker.move_at_s = min(worker.move_at_s, move_at_s)
+        if worker.life is Life.READY:
             worker.life = next_life(str(ref), worker.life, Life.DRAINING)
+
+    def serving(self, ref: WorkerRef, role: Role) -> None:
+        """It takes work as `role`."""
+        worker = self._workers.get(ref)
+        if worker is None:
+            return
+        worker.info = replace(worker.info, role=role)
+        worker.move_at_s = math.inf
+        if worker.life is Life.DRAINING:
+            worker.life = next_life(str(ref), worker.life, Life.READY)
 
     def lose(self, ref: WorkerRef) -> bool:
         """We do not reach this incarnation: nothing that we gave it is wanted any more. False: it was not known."""

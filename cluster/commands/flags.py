@@ -59,6 +59,12 @@ def add_policy(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--policy", dest="policy_file", type=Path, metavar="FILE", help=text)
 
 
+def add_controller(parser: argparse.ArgumentParser) -> None:
+    """Where the controller listens."""
+    add_flag(parser, "--controller-host", "controller_host", "where `tandem role` finds the controller", metavar="HOST")
+    add_flag(parser, "--controller-port", "controller_port", "its port; 0: any free one", type=int, metavar="PORT")
+
+
 def add_workers(parser: argparse.ArgumentParser) -> None:
     """How many workers, and what each is like."""
     add_flag(parser, "--prefill", "num_prefill", "prefill workers", type=int, metavar="N")

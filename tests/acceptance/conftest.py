@@ -23,3 +23,12 @@ def two_prefills(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -
     folder = tmp_path_factory.mktemp("two-prefills")
     with running_cluster(model_folder, folder, "--prefill", "2", token_budget=64) as cluster:
         yield cluster
+
+
+@pytest.fixture(scope="package")
+def two_decodes(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster]:
+    """One prefill worker and two decode workers, which drain for a moment only before their streams are moved."""
+    folder = tmp_path_factory.mktemp("two-decodes")
+    settings = {"token_budget": 64, "drain_finish_s": 0.3, "drain_timeout_s": 20.0}
+    with running_cluster(model_folder, folder, "--decode", "2", **settings) as cluster:
+        yield cluster

@@ -34,6 +34,7 @@ class RunningCluster:
     http: str
     grpc: str
     registry: str
+    controller: str
     model: str
     folder: Path
     pid: int
@@ -102,11 +103,13 @@ def wait_until(done: Callable[[], bool], timeout_s: float, describe: Callable[[]
 @contextmanager
 def running_cluster(model: Path, cache: Path, *flags: str, **settings: Any) -> Iterator[RunningCluster]:
     """`tandem up` on free ports, up and connected; ended by Ctrl-C, and then nothing of it may be left."""
-    http_port, grpc_port, registry_port = free_ports(3)
+    http_port, grpc_port, registry_port, controller_port = free_ports(4)
     config = cache / "cluster.yaml"
     ports = {"http_port": http_port, "grpc_port": grpc_port, "registry_port": registry_port}
     (cache / POLICY).write_text("{}")
-    values = {**ports, "num_blocks": 512, "policy_file": str(cache / POLICY), **settings}
+    values = {
+        **ports, "controller_port": controller_port, "num_blocks": 512, "policy_file": str(cache / POLICY), **settings,
+    }  # fmt: skip
     config.write_text(json.dumps(values))  # JSON is YAML
     kernels = kernel_cache()
     kernels.mkdir(parents=True, exist_ok=True)
@@ -134,6 +137,7 @@ def running_cluster(model: Path, cache: Path, *flags: str, **settings: Any) -> I
             f"http://127.0.0.1:{http_port}",
             f"127.0.0.1:{grpc_port}",
             f"127.0.0.1:{registry_port}",
+            f"127.0.0.1:{controller_port}",
             model.name,
             cache,
             process.pid,

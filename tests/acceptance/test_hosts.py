@@ -69,6 +69,7 @@ class Cluster:
                 f"http://{made[name].address}:{self._settings['http_port']}",
                 f"{made[name].address}:{self._settings['grpc_port']}",
                 f"{made[name].address}:{self._settings['registry_port']}",
+                f"{made['head'].address}:{self._settings['controller_port']}",
                 model.name,
                 folder,
                 0,

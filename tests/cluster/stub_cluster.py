@@ -21,6 +21,7 @@ def main() -> int:
         http_port=int(sys.argv[1]),
         grpc_port=int(sys.argv[2]),
         registry_port=int(sys.argv[3]),
+        controller_port=0,
         drain_timeout_s=1.0,
     )
     with run_folders() as folders:

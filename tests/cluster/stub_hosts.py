@@ -33,8 +33,9 @@ class StubWorkerHost:
         self._announcing = asyncio.gather(*(_announce(config, address, router) for router in config.router_addresses))
         return WorkerInfo(ref, config.role, address, b"", config.block_size, BLOCK_BYTES, config.num_blocks, 512)
 
-    async def drain(self, _timeout_s: float) -> None:
+    async def drain(self, _timeout_s: float, _finish_s: float) -> str:
         self._announcing.cancel()
+        return ""
 
     async def stop(self) -> None:
         self._server.close()

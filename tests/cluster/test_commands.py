@@ -61,7 +61,8 @@ def chat_url() -> Iterator[str]:
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["up"], ["router"], ["controller"], ["chat"], ["status"], ["model"], ["model", "fetch"]]
+    "arguments",
+    [[], ["up"], ["router"], ["controller"], ["chat"], ["status"], ["role"], ["drain"], ["model"], ["model", "fetch"]],
 )
 def test_each_command_explains_itself(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
@@ -95,7 +96,8 @@ def test_chat_shows_the_fronts_error(
 def test_nobody_there_is_one_line_and_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["chat", "--url", "http://127.0.0.1:9", "--message", "x"]) == 1
     assert main(["status", "--registry", "127.0.0.1:9"]) == 1
-    assert len(capsys.readouterr().err.splitlines()) == 2
+    assert main(["role", "decode-0", "prefill", "--controller", "127.0.0.1:9"]) == 1
+    assert len(capsys.readouterr().err.splitlines()) == 3
 
 
 @pytest.mark.parametrize(
@@ -110,7 +112,7 @@ def test_nobody_there_is_one_line_and_exit_code_1(capsys: pytest.CaptureFixture[
 def test_wrong_use_is_exit_code_2_and_names_the_setting(
     arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["up", "--http-port", "0", "--grpc-port", "0", *arguments]) == 2
+    assert main(["up", "--http-port", "0", "--grpc-port", "0", "--controller-port", "0", *arguments]) == 2
     assert named in capsys.readouterr().err
 
 
@@ -178,7 +180,24 @@ def test_up_imports_a_gguf_once_and_serves_its_folder(
     monkeypatch.setattr(up, "supervise", lambda serve: serve())
     monkeypatch.setattr(up, "_serve", lambda config, *_: served.append(config) or 0)
     source = _tiny_gguf(tmp_path / "tiny.gguf")
-    assert main(["up", "--http-port", "0", "--grpc-port", "0", "--registry-port", "0", "--model", str(source)]) == 0
+    assert (
+        main(
+            [
+                "up",
+                "--http-port",
+                "0",
+                "--grpc-port",
+                "0",
+                "--controller-port",
+                "0",
+                "--registry-port",
+                "0",
+                "--model",
+                str(source),
+            ]
+        )
+        == 0
+    )
     assert "reading tiny.gguf" in capsys.readouterr().out
     (config,) = served
     assert config.served_model_name == "tiny"
@@ -194,5 +213,5 @@ def test_a_file_that_is_no_gguf_fails_by_name(
     monkeypatch.setenv("TANDEM_CACHE", str(tmp_path / "cache"))
     (tmp_path / "model.gguf").write_bytes(b"not a model")
     arguments = ["--registry-port", "0", "--model", str(tmp_path / "model.gguf")]
-    assert main(["up", "--http-port", "0", "--grpc-port", "0", *arguments]) == 1
+    assert main(["up", "--http-port", "0", "--grpc-port", "0", "--controller-port", "0", *arguments]) == 1
     assert "model.gguf: cannot be read as GGUF" in capsys.readouterr().err

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from random import Random
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.fleet import (
     Backoff,
+    DrainRefused,
     DrainWorker,
     Effect,
     Event,
     Fleet,
     ForgetWorker,
+    RefusalReason,
     StartFailed,
     StartWorker,
     StopAsked,
@@ -145,3 +148,96 @@ def test_never_more_lives_than_places_and_each_ends_once(script: list[tuple[str,
     now += 1000.0
     feed(Wake())
     assert len(running) == len(WANTED)
+
+
+THREE = (("prefill-0", Role.PREFILL), ("decode-0", Role.DECODE), ("decode-1", Role.DECODE))
+
+
+def ready_fleet(wanted: tuple[tuple[str, Role], ...] = THREE) -> tuple[Fleet, dict[str, WorkerRef]]:
+    fleet = Fleet(wanted, Random(1), BACKOFF)
+    refs = {ref.worker_id: ref for ref in started(fleet.step(Wake(), 0.0))}
+    for ref in refs.values():
+        fleet.step(WorkerStarted(ref), 1.0)
+    return fleet, refs
+
+
+def refusal(fleet: Fleet, worker_id: str, to: Role | None, *, force: bool = False) -> RefusalReason:
+    lives = fleet.lives
+    with pytest.raises(DrainRefused) as caught:
+        fleet.drain(worker_id, to, force=force)
+    assert fleet.lives == lives
+    return caught.value.reason
+
+
+def test_a_worker_drains_and_serves_in_its_new_role_and_so_does_whoever_comes_next() -> None:
+    fleet, refs = ready_fleet()
+    assert fleet.drain("decode-1", Role.PREFILL, force=False) == refs["decode-1"]
+    assert fleet.lives["decode-1"] is Life.DRAINING
+    fleet.drained(refs["decode-1"], Role.PREFILL, done=True)
+    assert fleet.lives["decode-1"] is Life.READY
+    (start,) = [it for it in fleet.step(WorkerDied(refs["decode-1"], "x"), 2.0) if isinstance(it, StartWorker)]
+    assert start.role is Role.PREFILL
+
+
+def test_a_worker_that_could_not_change_keeps_its_role_and_one_that_dies_on_the_way_does_not() -> None:
+    fleet, refs = ready_fleet()
+    fleet.drain("decode-1", Role.PREFILL, force=False)
+    fleet.drained(refs["decode-1"], Role.PREFILL, done=False)
+    assert (fleet.lives["decode-1"], fleet.role_of("decode-1")) == (Life.READY, Role.DECODE)
+    fleet.drain("decode-1", Role.PREFILL, force=False)
+    (start,) = [it for it in fleet.step(WorkerDied(refs["decode-1"], "x"), 2.0) if isinstance(it, StartWorker)]
+    assert start.role is Role.PREFILL
+    fleet.drained(refs["decode-1"], Role.PREFILL, done=True)  # late news of a life that is over
+    assert fleet.lives["decode-1"] is Life.STARTING
+    assert fleet.drain("prefill-0", Role.DECODE, force=False)  # and nothing is under way any more
+
+
+def test_one_worker_at_a_time_drains() -> None:
+    fleet, refs = ready_fleet()
+    fleet.drain("decode-1", Role.PREFILL, force=False)
+    assert refusal(fleet, "decode-1", Role.PREFILL) is RefusalReason.BUSY
+    assert refusal(fleet, "prefill-0", Role.DECODE, force=True) is RefusalReason.BUSY
+    fleet.drained(refs["decode-1"], Role.PREFILL, done=True)
+    fleet.drain("prefill-0", Role.DECODE, force=False)
+
+
+def test_the_last_decode_worker_goes_on_unless_forced_and_the_last_prefill_worker_may_change() -> None:
+    fleet, refs = ready_fleet(WANTED)
+    assert refusal(fleet, "decode-0", Role.PREFILL) is RefusalReason.LAST_DECODE_WORKER
+    assert refusal(fleet, "decode-0", None) is RefusalReason.LAST_DECODE_WORKER
+    fleet.drain("prefill-0", Role.DECODE, force=False)
+    fleet.drained(refs["prefill-0"], Role.DECODE, done=True)
+    fleet.drain("decode-0", Role.PREFILL, force=False)  # for now another one decodes
+    fleet.drained(refs["decode-0"], Role.PREFILL, done=True)
+    assert refusal(fleet, "prefill-0", None) is RefusalReason.LAST_DECODE_WORKER
+    fleet.drain("prefill-0", Role.PREFILL, force=True)
+
+
+def test_who_is_not_there_or_not_ready_is_named() -> None:
+    fleet = Fleet(THREE, Random(1), BACKOFF)
+    assert refusal(fleet, "decode-7", Role.PREFILL) is RefusalReason.UNKNOWN_WORKER
+    assert refusal(fleet, "decode-1", Role.PREFILL) is RefusalReason.NOT_READY
+    fleet.step(Wake(), 0.0)
+    assert refusal(fleet, "decode-1", Role.PREFILL) is RefusalReason.NOT_READY
+    fleet, _ = ready_fleet()
+    fleet.step(StopAsked(), 2.0)
+    assert refusal(fleet, "decode-1", Role.PREFILL) is RefusalReason.NOT_READY
+
+
+def test_a_drained_worker_takes_nothing_until_it_is_put_back_or_replaced() -> None:
+    fleet, refs = ready_fleet()
+    fleet.drain("decode-1", None, force=False)
+    fleet.drained(refs["decode-1"], None, done=True)
+    assert fleet.lives["decode-1"] is Life.DRAINING
+    assert refusal(fleet, "decode-0", None) is RefusalReason.LAST_DECODE_WORKER
+    fleet.drain("decode-1", Role.DECODE, force=False)
+    fleet.drained(refs["decode-1"], Role.DECODE, done=True)
+    assert fleet.lives["decode-1"] is Life.READY
+
+
+def test_a_stop_takes_over_from_a_drain() -> None:
+    fleet, refs = ready_fleet()
+    fleet.drain("decode-1", Role.PREFILL, force=False)
+    assert DrainWorker(refs["decode-1"]) in fleet.step(StopAsked(), 2.0)
+    fleet.drained(refs["decode-1"], Role.PREFILL, done=False)
+    assert fleet.lives["decode-1"] is Life.DRAINING

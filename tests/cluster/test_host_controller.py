@@ -82,6 +82,7 @@ def config(ray_runtime: RayRuntime, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     return ClusterConfig(
         tmp_path,
         registry_port=ports[0],
+        controller_port=0,
         controller_health_port=ports[1],
         ray_address="borrowed:1",
         drain_timeout_s=1.0,

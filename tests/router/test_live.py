@@ -56,7 +56,7 @@ def live_dispatcher(registry: CollectorRegistry) -> LiveDispatcher:
 async def test_a_slow_client_ends_in_order_after_the_links_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live, "WorkerLink", StubLink)
     dispatcher = live_dispatcher(CollectorRegistry())
-    dispatcher.announce(WORKER, WorkerLoad(), draining=False)
+    dispatcher.announce(WORKER, WorkerLoad())
     link: Any = dispatcher._links[WORKER.ref]
     link.on_open()
     async with aclosing(dispatcher.generate(REQUEST, Placement.AUTO)) as deltas:
@@ -80,7 +80,7 @@ async def test_a_client_that_leaves_gives_its_permit_back(monkeypatch: pytest.Mo
     small = replace(WORKER, num_blocks=16)
     for ready in (False, True):
         if ready:
-            dispatcher.announce(small, WorkerLoad(), draining=False)
+            dispatcher.announce(small, WorkerLoad())
             dispatcher._links[small.ref].on_open()  # type: ignore[attr-defined]
         leaving = dispatcher.generate(request, Placement.AUTO)
         first = asyncio.ensure_future(anext(leaving))
@@ -98,7 +98,7 @@ async def test_a_client_that_leaves_gives_its_permit_back(monkeypatch: pytest.Mo
 async def test_a_stream_ends_with_the_last_of_its_choices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live, "WorkerLink", StubLink)
     dispatcher = live_dispatcher(CollectorRegistry())
-    dispatcher.announce(WORKER, WorkerLoad(), draining=False)
+    dispatcher.announce(WORKER, WorkerLoad())
     link: Any = dispatcher._links[WORKER.ref]
     link.on_open()
     heard = []
@@ -122,7 +122,7 @@ async def test_a_worker_that_links_up_later_hears_of_earlier_deaths(monkeypatch:
     dispatcher = live_dispatcher(CollectorRegistry())
     dead = WorkerRef("prefill-0", "1")
     await dispatcher.report_death(dead)
-    dispatcher.announce(WORKER, WorkerLoad(), draining=False)
+    dispatcher.announce(WORKER, WorkerLoad())
     link: Any = dispatcher._links[WORKER.ref]
     link.on_open()
     assert link.sent == [PeerDead(dead)]
@@ -133,18 +133,18 @@ async def test_a_lost_worker_is_dialled_again_when_it_announces_itself_and_a_dea
 ) -> None:
     monkeypatch.setattr(live, "WorkerLink", StubLink)
     dispatcher = live_dispatcher(CollectorRegistry())
-    dispatcher.announce(WORKER, WorkerLoad(), draining=False)
+    dispatcher.announce(WORKER, WorkerLoad())
     first: Any = dispatcher._links[WORKER.ref]
     first.on_open()
     first.on_closed("silent")
     assert dispatcher.why_not_ready() is not None
-    dispatcher.announce(WORKER, WorkerLoad(), draining=False)
+    dispatcher.announce(WORKER, WorkerLoad())
     second: Any = dispatcher._links[WORKER.ref]
     second.on_open()
     assert second is not first and dispatcher.why_not_ready() is None
     await dispatcher.report_death(WORKER.ref)
     with pytest.raises(BadRequest, match="dead"):
-        dispatcher.announce(WORKER, WorkerLoad(), draining=False)
+        dispatcher.announce(WORKER, WorkerLoad())
 
 
 async def test_what_a_scrape_sees_of_routing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,7 +157,7 @@ async def test_what_a_scrape_sees_of_routing(monkeypatch: pytest.MonkeyPatch) ->
     await asyncio.sleep(0)
     assert value("tandem_router_queued_requests") == 1
     for _ in range(2):  # the second time it is known, and its load is kept
-        dispatcher.announce(WORKER, WorkerLoad(used_blocks=16), draining=False)
+        dispatcher.announce(WORKER, WorkerLoad(used_blocks=16))
     assert value("tandem_router_workers", {"role": "decode", "life": "starting"}) == 1
     link: Any = dispatcher._links[WORKER.ref]
     link.on_open()
@@ -169,7 +169,7 @@ async def test_what_a_scrape_sees_of_routing(monkeypatch: pytest.MonkeyPatch) ->
     assert value("tandem_router_workers_lost_total", {"role": "decode"}) == 1
     assert value("tandem_router_workers", {"role": "decode", "life": "ready"}) == 0
     again = replace(WORKER, ref=WorkerRef("decode-0", "b"))
-    dispatcher.announce(again, WorkerLoad(), draining=False)
+    dispatcher.announce(again, WorkerLoad())
     dispatcher._links[again.ref].on_open()  # type: ignore[attr-defined]
     assert value("tandem_router_replans_total") == 1
     assert value("tandem_router_queue_seconds_count") == 1  # once a request

@@ -16,6 +16,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import random
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -29,6 +30,7 @@ from core.messages import (
     Command,
     PeerDead,
     PeerJoined,
+    RefuseReason,
     ReserveBlocks,
     StartGeneration,
     StartPrefill,
@@ -50,6 +52,10 @@ class Leak(Exception):
     """Something is still held, or still known, when all requests are over."""
 
 
+class PlannedOntoNobody(Exception):
+    """A router plans onto a worker of which it knows that it is not ready."""
+
+
 @dataclass(frozen=True, slots=True)
 class Faults:
     """Chances of each fault, and the most that anything is late, in seconds."""
@@ -64,9 +70,11 @@ class Faults:
     reuse_id: float = 0.3
     num_disturbances: int = 4  # kills, freezes, broken streams, restarted routers; partitions where routers are several
     index_away: float = 0.2
+    num_drains: int = 3  # most of them; before the end of a life, or for another role
+    drain_timeout_s: float = 1.0  # after what runs should have left
 
 
-NO_FAULTS = Faults(0, 0, 0, 0, 0, 0.05, 0, 0, 0, 0)
+NO_FAULTS = Faults(0, 0, 0, 0, 0, 0.05, 0, 0, 0, 0, num_drains=0)
 
 
 class World:
@@ -95,9 +103,12 @@ class World:
         self.hosts: dict[str, Host] = {}
         self.deaths: list[WorkerRef] = []
         self.dispatch = dispatch
+        self.roles = {place: Role.PREFILL if place[0] == "p" else Role.DECODE for place in ("p0", "p1", "d0", "d1")}
+        self.drains: Counter[tuple[str, str]] = Counter()
+        self.refused: Counter[RefuseReason] = Counter()
         self.routers: list[Router | None] = [Router(self, number, "1") for number in range(num_routers)]
         self.num_taken_back = 0  # workers that a router had lost, and that greeted it again
-        for place in ("p0", "p1", "d0", "d1"):
+        for place in self.roles:
             self.start(place)
 
     # --- time ---
@@ -114,6 +125,8 @@ class World:
             self.at(self.rng.uniform(1, 20), self.submit)
         for _ in range(self.faults.num_disturbances):
             self.at(self.rng.uniform(2, 20), self.disturb)
+        for _ in range(self.faults.num_drains):
+            self.at(self.rng.uniform(2, 20), self.drain)
         self.at(FAULTS_END_S, self.heal)
         self.run_until(END_S)
         self.check_over()
@@ -205,9 +218,35 @@ class World:
                 if router is not None:
                     router.cut_off(self.rng.choice([[host], list(self.hosts.values())]), self.rng.uniform(0.5, 8))
 
+    def drain(self) -> None:
+        """As their keeper: one drain at a time. The last of a role goes on: some ask for a remote prefill."""
+        host = self.rng.choice(list(self.hosts.values()))
+        place, finish_s = host.ref.worker_id, self.rng.choice([0.0, self.rng.uniform(0, 3)])
+        ready = [it for it in self.hosts.values() if it.alive and not it.frozen and not it.role.draining]
+        others = [it for it in ready if it is not host and it.role.role is host.role.role]
+        if len(ready) < len(self.hosts) or not others:
+            return
+        before, to = self.roles[place], Role.DECODE if self.roles[place] is Role.PREFILL else Role.PREFILL
+        if self.rng.random() < 0.3:
+            self.drain_host(host, finish_s, None, lambda _outcome: self.kill(host))
+            return
+
+        def switched(outcome: str) -> None:
+            if outcome:
+                self.roles[place] = before
+
+        self.roles[place] = to
+        self.drain_host(host, finish_s, to, switched)
+
+    def drain_host(self, host: Host, finish_s: float, to: Role | None, then: Callable[[str], None]) -> None:
+        def ended(outcome: str) -> None:
+            self.drains["switch" if to else "end", "in time" if not outcome else "not idle"] += 1
+            then(outcome)
+
+        host.do(lambda: host.drain(finish_s, finish_s + self.faults.drain_timeout_s, to, ended))
+
     def start(self, place: str) -> None:
-        host = Host(self, WorkerRef(place, str(next(self._lives))), Role.PREFILL if place[0] == "p" else Role.DECODE)
-        self.hosts[place] = host
+        self.hosts[place] = Host(self, WorkerRef(place, str(next(self._lives))), self.roles[place])
 
     def kill(self, host: Host) -> None:
         """The process ends. Its keeper sees to it that it is gone, reports that, and starts another."""
@@ -404,6 +443,10 @@ class Router:
                     self.clients[request_id].deliver(delta, self.world.now)
                 case Fail(request_id, error):
                     self.clients[request_id].fail(error)
-                case Planned(request_id):
+                case Planned(request_id, plan=plan):
+                    for ref in {plan.decode, plan.prefiller}:
+                        planned = self.view.get(ref)
+                        if planned is None or planned.life is not Life.READY:
+                            raise PlannedOntoNobody(f"{request_id} onto {ref}: {planned}")
                     client = self.clients[request_id]
                     client.num_migrations += any(client.received)

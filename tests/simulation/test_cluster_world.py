@@ -10,11 +10,17 @@ import os
 import statistics
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 import engine.sequence_maker
+import router.dispatcher
+import router.policy.choose
 from cluster.router_streams import RouterStream, RouterStreams
+from cluster.worker_role import WorkerRole
+from core.membership import Life
+from core.messages import RefuseReason
 from core.request import GenerateRequest
 from decode_worker.session import DecodeSession
 from engine.scheduler import Scheduler
@@ -34,10 +40,10 @@ PRIORITIES = (0, 0, 1, -1, 5)
 CHOICES = (1, 3, 1, 1, 2, 1, 1, 5)
 
 
-def run_world(seed: int, faults: Faults | None = None, num_routers: int = 1) -> World:
+def run_world(seed: int, faults: Faults | None = None, num_routers: int = 1, num_requests: int = NUM_REQUESTS) -> World:
     world = World(seed, faults or Faults(), PRIORITIES, CHOICES, num_routers)
     try:
-        world.run(NUM_REQUESTS)
+        world.run(num_requests)
     except BaseException as error:
         error.add_note(f"t={world.now:.2f} reproduce: TANDEM_SEED={seed} pytest tests/simulation/test_cluster_world.py")
         raise
@@ -56,10 +62,13 @@ def test_every_stream_is_its_undisturbed_run_or_ends_in_an_error() -> None:
             seen["migrated"] += client.finished and client.num_migrations > 0
             seen["migrated choices"] += client.finished and client.num_migrations > 1 and len(client.expected) > 1
             seen[type(client.error).__name__] += 1
+        for (kind, outcome), count in world.drains.items():
+            seen[f"{kind} {outcome}"] += count
         seen["preempted"] += sum(host.scheduler.num_preemptions for host in world.hosts.values())
         seen["copied"] += sum(host.memory.copied_blocks for host in world.hosts.values())
     # Every way out is walked, else this proves little.
-    ways = ("finished", "finished choices", "left", "migrated", "migrated choices", "preempted", "copied")
+    ways = ("finished", "finished choices", "left", "migrated", "migrated choices", "preempted", "copied",
+            "switch in time", "switch not idle", "end in time")  # fmt: skip
     errors = ("WorkerLost", "Rejected")
     assert chosen or all(seen[way] for way in (*ways, *errors)), seen
 
@@ -93,11 +102,81 @@ def test_without_faults_every_request_finishes_and_all_of_the_machinery_is_used(
         deliver(self, delta, now)
 
     monkeypatch.setattr(Client, "deliver", count)
-    for seed in range(10):
+    for seed in range(9, 19):  # in some others the pools have no room for the load
         world = run_world(seed, NO_FAULTS)
         assert all(client.finished for client in world.clients)
         used["preempted"] += sum(host.scheduler.num_preemptions for host in world.hosts.values())
     assert all(used[name] for name in ("cached", "fetched", "moved", "preempted")), used
+
+
+ONLY_DRAINS = replace(NO_FAULTS, late_s=0.3, num_drains=12, drain_timeout_s=2.6)
+
+
+def drain_walks(seeds: range) -> tuple[Counter[str], Counter[RefuseReason]]:
+    """Worlds in which workers end after a drain or change their roles, and nothing else goes wrong."""
+    seen: Counter[str] = Counter()
+    refused: Counter[RefuseReason] = Counter()
+    for seed in seeds:
+        world = run_world(seed, ONLY_DRAINS, num_routers=2, num_requests=10)  # one decode worker has room for them
+        failed = [f"seed {seed}: {client.error}" for client in world.clients if client.error is not None]
+        assert not failed
+        refused += world.refused
+        for (kind, outcome), count in world.drains.items():
+            seen[f"{kind} {outcome}"] += count
+        seen["migrated"] += sum(client.num_migrations > 0 for client in world.clients)
+    return seen, refused
+
+
+def test_no_request_fails_by_drains_and_role_switches_and_none_is_held_up() -> None:
+    seen, refused = drain_walks(range(40))
+    assert seen["switch in time"] and seen["end in time"] and seen["migrated"], seen
+    assert not seen["switch not idle"] and not seen["end not idle"], seen
+    assert refused[RefuseReason.DRAINING] and refused[RefuseReason.WRONG_ROLE], refused
+
+
+def forget_to_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A router that plans nothing new on a draining worker, and leaves there what is there."""
+    monkeypatch.setattr(router.dispatcher, "must_leave", lambda *_: [])
+
+
+def flip_with_open_handoffs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that changes its role once the scheduler has nothing more to do."""
+
+    def only_scheduled(self: WorkerRole[Any]) -> dict[str, int]:
+        load = self._scheduler.load()
+        return {"scheduled": load.running_requests + load.waiting_requests} if load.running_requests else {}
+
+    monkeypatch.setattr(WorkerRole, "held", only_scheduled)
+
+
+def plan_to_the_draining(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A router that gives a draining worker new requests, and moves what leaves it to itself."""
+    lives = (Life.READY, Life.DRAINING)
+    monkeypatch.setattr(
+        router.policy.choose, "filter_ready", lambda workers: [worker for worker in workers if worker.life in lives]
+    )
+
+
+@pytest.mark.parametrize(
+    ("plant", "seen_as"),
+    [
+        (forget_to_move, "not idle"),
+        (flip_with_open_handoffs, "KeyError"),
+        (plan_to_the_draining, "PlannedOntoNobody"),
+    ],
+)
+def test_drain_walks_find_a_planted_bug(plant, seen_as: str, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    plant(monkeypatch)
+    found: Counter[str] = Counter()
+    for seed in range(40):
+        try:
+            seen, _ = drain_walks(range(seed, seed + 1))
+            found["not idle"] += seen["switch not idle"] + seen["end not idle"]
+        except Exception as error:
+            found[type(error).__name__] += 1
+        if found[seen_as]:
+            return
+    pytest.fail(f"not found as {seen_as}: {found}")
 
 
 def test_streams_under_way_are_not_starved_by_requests_that_come() -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from cluster.router_streams import RouterStreams
+from cluster.worker_role import WorkerRole
 from core.handoff import BlocksPushed, HandoffNotice
 from core.identity import BlockHash
 from core.membership import GivenWork, Role, WorkerInfo, WorkerRef
@@ -17,6 +19,7 @@ from core.messages import (
     PeerDead,
     PeerJoined,
     Refused,
+    RefuseReason,
     ReserveBlocks,
     Reserved,
     StartGeneration,
@@ -69,19 +72,40 @@ class Host:
         self.scheduler = Scheduler(SchedulerConfig(budget, 16), self.pool, LIMITS, b"id", _no_watch)
         policy = world.rng.choice(list(LoadFailurePolicy))
         self.handoffs = HandoffSessions(ref, self.pool, LEASE, self.pool.match, load_failure=policy)
-        self.session: PrefillSession | DecodeSession
-        if role is Role.PREFILL:
-            self.session = PrefillSession(PrefillConfig(1, min_fetch_blocks=2), self.scheduler, self.handoffs)
-        else:
-            self.session = DecodeSession(DecodeConfig(1, reserve_timeout_s=8.0), self.scheduler, self.handoffs)
-        self.info = WorkerInfo(ref, role, f"{ref}", b"id", BLOCK_SIZE, 1, NUM_BLOCKS, 64)
         self.streams = RouterStreams()
+        self.role = WorkerRole(role, self.make_session, self.streams.send, self.scheduler, self.handoffs)
+        self.info = WorkerInfo(ref, role, f"{ref}", b"id", BLOCK_SIZE, 1, NUM_BLOCKS, 64)
         self.links: dict[Link, None] = {}
         self.peers: dict[WorkerRef, None] = {}  # known and not dead
         self.connected: dict[WorkerRef, None] = {}
         self.stepping = False
         self.say_at_s = 0.0
         self.unwanted_since_s: dict[str, float] = {}  # by request id
+
+    def make_session(self, role: Role) -> PrefillSession | DecodeSession:
+        if role is Role.PREFILL:
+            return PrefillSession(PrefillConfig(1, min_fetch_blocks=2), self.scheduler, self.handoffs)
+        return DecodeSession(DecodeConfig(1, reserve_timeout_s=8.0), self.scheduler, self.handoffs)
+
+    # --- drain and role ---
+
+    @property
+    def session(self) -> PrefillSession | DecodeSession:
+        return self.role.service
+
+    def drain(self, finish_s: float, timeout_s: float, to: Role | None, then: Callable[[str], None]) -> None:
+        """`then` hears, in this process, what came of it."""
+        drain = self.role.drain(timeout_s, finish_s, self.world.now, to)
+
+        def look() -> None:
+            self.role.poll(self.world.now)
+            if drain.outcome is None:
+                self.world.at(0.05, lambda: self.do(look))
+                return
+            self.info = replace(self.info, role=self.role.role)
+            then(drain.outcome)
+
+        look()
 
     def do(self, what: Callable[[], object]) -> None:
         """Run in this process, now or, in order, when it thaws; never when it is dead."""
@@ -126,6 +150,7 @@ class Host:
         link.stream, orphans = self.streams.open(link.router.router_id)
         self.links[link] = None
         self.cancel(orphans)
+        self.streams.send(self.role.state(self.world.now))
         self.streams.step((), self.scheduler.load())
 
     def router_closed(self, link: Link) -> None:
@@ -150,6 +175,11 @@ class Host:
         if isinstance(command, StartGeneration | ReserveBlocks | StartPrefill):
             assert link.stream is not None
             self.streams.own(link.stream, command)
+            reason = RefuseReason.DRAINING if self.role.draining else RefuseReason.WRONG_ROLE
+            if self.role.draining or isinstance(command, StartPrefill) is not isinstance(session, PrefillSession):
+                self.world.refused[reason] += 1
+                self.streams.send(Refused(command.request.request_id, reason))
+                return
         match command:
             case PeerJoined(worker):
                 self.peers[worker.ref] = None
@@ -292,12 +322,14 @@ class Host:
                         self.perform(self.session.source_ended(effect, self.world.now))
 
     def look_up(self, request_id: str, block_hashes: tuple[BlockHash, ...]) -> None:
+        session = self.session
+        assert isinstance(session, PrefillSession)
+
         def answer() -> None:
-            assert isinstance(self.session, PrefillSession)
             num_blocks, holder = 0, None
             if self.world.rng.random() >= self.world.faults.index_away:
                 num_blocks, holder = self.longest_run(block_hashes)
-            self.perform(self.session.prefix_found(request_id, num_blocks, holder, self.world.now))
+            self.perform(session.prefix_found(request_id, num_blocks, holder, self.world.now))
 
         self.world.at(self.world.late(), lambda: self.do(answer))
 

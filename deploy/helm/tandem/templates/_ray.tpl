@@ -30,6 +30,7 @@ spec:
       command: [tandem, controller, --config, /etc/tandem/config.yaml, --ray-address, $(POD_IP):6379]
       ports:
         - {name: health, containerPort: 8081}
+        - {name: controller, containerPort: 50053}
       startupProbe:
         httpGet: {path: /livez, port: health}
         periodSeconds: 2

@@ -213,16 +213,20 @@ class HandoffTicket(_message.Message):
     def __init__(self, handoff_id: _Optional[str] = ..., target: _Optional[_Union[WorkerRef, _Mapping]] = ..., generation: _Optional[int] = ..., first_block: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ConnectResponse(_message.Message):
-    __slots__ = ("step", "reserved", "refused", "peer_connected")
+    __slots__ = ("step", "reserved", "refused", "peer_connected", "draining", "serving")
     STEP_FIELD_NUMBER: _ClassVar[int]
     RESERVED_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     PEER_CONNECTED_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
+    SERVING_FIELD_NUMBER: _ClassVar[int]
     step: StepOutput
     reserved: Reserved
     refused: Refused
     peer_connected: PeerConnected
-    def __init__(self, step: _Optional[_Union[StepOutput, _Mapping]] = ..., reserved: _Optional[_Union[Reserved, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., peer_connected: _Optional[_Union[PeerConnected, _Mapping]] = ...) -> None: ...
+    draining: Draining
+    serving: Serving
+    def __init__(self, step: _Optional[_Union[StepOutput, _Mapping]] = ..., reserved: _Optional[_Union[Reserved, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., peer_connected: _Optional[_Union[PeerConnected, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ..., serving: _Optional[_Union[Serving, _Mapping]] = ...) -> None: ...
 
 class StepOutput(_message.Message):
     __slots__ = ("deltas", "load", "others")
@@ -310,6 +314,20 @@ class PeerConnected(_message.Message):
     probe_gbps: float
     def __init__(self, peer: _Optional[_Union[WorkerRef, _Mapping]] = ..., lane: _Optional[str] = ..., probe_gbps: _Optional[float] = ...) -> None: ...
 
+class Draining(_message.Message):
+    __slots__ = ("finish_s", "unbegun_request_ids")
+    FINISH_S_FIELD_NUMBER: _ClassVar[int]
+    UNBEGUN_REQUEST_IDS_FIELD_NUMBER: _ClassVar[int]
+    finish_s: float
+    unbegun_request_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, finish_s: _Optional[float] = ..., unbegun_request_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class Serving(_message.Message):
+    __slots__ = ("role",)
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    role: Role
+    def __init__(self, role: _Optional[_Union[Role, str]] = ...) -> None: ...
+
 class HandshakeRequest(_message.Message):
     __slots__ = ("peer",)
     PEER_FIELD_NUMBER: _ClassVar[int]
@@ -373,14 +391,12 @@ class CacheIdentity(_message.Message):
     def __init__(self, schema_revision: _Optional[int] = ..., weights_digest: _Optional[str] = ..., tokenizer_digest: _Optional[str] = ..., kv_dtype: _Optional[str] = ..., kv_layout: _Optional[str] = ..., block_size: _Optional[int] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., tensor_parallel_size: _Optional[int] = ..., numeric_class: _Optional[str] = ...) -> None: ...
 
 class AnnounceRequest(_message.Message):
-    __slots__ = ("worker", "load", "draining")
+    __slots__ = ("worker", "load")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
-    DRAINING_FIELD_NUMBER: _ClassVar[int]
     worker: WorkerInfo
     load: WorkerLoad
-    draining: bool
-    def __init__(self, worker: _Optional[_Union[WorkerInfo, _Mapping]] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., draining: _Optional[bool] = ...) -> None: ...
+    def __init__(self, worker: _Optional[_Union[WorkerInfo, _Mapping]] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ...) -> None: ...
 
 class AnnounceResponse(_message.Message):
     __slots__ = ()
