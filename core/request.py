@@ -119,7 +119,8 @@ class GrammarKind(StrEnum):
 
     JSON_SCHEMA = "json_schema"  # as JSON
     REGEX = "regex"  # Rust's syntax; matches the whole output
-    LARK = "lark"  # llguidance's dialect
+    LARK = "lark"  # llguidance's dialect, from a rule `start`
+    GBNF = "gbnf"  # llama.cpp's, from a rule `root`
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, Protocol
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from core.errors import BadRequest
 from core.request import Grammar, GrammarKind
@@ -126,7 +127,7 @@ def _fault(matcher: LLMatcher) -> str:
 
 
 def _library_form(grammar: Grammar) -> str:
-    """Raises: BadRequest: a schema is not JSON."""
+    """Raises: BadRequest: a schema is not JSON, or a GBNF not one."""
     match grammar.kind:
         case GrammarKind.JSON_SCHEMA:
             try:
@@ -137,3 +138,13 @@ def _library_form(grammar: Grammar) -> str:
             return LLMatcher.grammar_from_regex(grammar.source)
         case GrammarKind.LARK:
             return LLMatcher.grammar_from_lark(grammar.source)
+        case GrammarKind.GBNF:
+            return LLMatcher.grammar_from_lark(_lark_of(grammar.source))
+
+
+def _lark_of(gbnf: str) -> str:
+    """Raises: BadRequest: it is no GBNF, or nests deeper than its reader goes."""
+    try:
+        return gbnf_to_lark(gbnf)
+    except Exception as error:  # the library raises nothing more exact
+        raise BadRequest("grammar", str(error)[:MAX_ERROR_CHARACTERS]) from error

@@ -15,6 +15,7 @@ from core.request import MAX_GRAMMAR_CHARACTERS, Grammar, GrammarKind
 
 MAX_CHOICE_TEXTS: Final = 1024
 ANY_OBJECT: Final[Mapping[str, Any]] = {"type": "object"}
+_GBNF_RULE: Final = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
 _REGEX_SIGNS: Final = re.compile(r"[\\.+*?()|\[\]{}^$]")
 
 
@@ -57,11 +58,14 @@ def regex_grammar(pattern: str) -> Grammar:
     return Grammar(GrammarKind.REGEX, pattern)
 
 
-def lark_grammar(text: str) -> Grammar:
-    """A context-free grammar with a rule `start`. Raises: BadRequest: on `grammar`: it is empty."""
+def context_free_grammar(text: str) -> Grammar:
+    """Lark with a rule `start`, or GBNF, which alone has `::=`, with a rule `root`.
+
+    Raises: BadRequest: on `grammar`: it is empty.
+    """
     if not text:
         raise BadRequest("grammar", "must not be empty")
-    return Grammar(GrammarKind.LARK, text)
+    return Grammar(GrammarKind.GBNF if _GBNF_RULE.search(text) else GrammarKind.LARK, text)
 
 
 def _require_bounded(text: str) -> None:

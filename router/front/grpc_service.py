@@ -21,9 +21,9 @@ from router.front.caller import AUTHORIZATION, SLO_TTFT, Caller
 from router.front.constraint import (
     ANY_OBJECT,
     choice_grammar,
+    context_free_grammar,
     json_schema_grammar,
     json_text_grammar,
-    lark_grammar,
     regex_grammar,
 )
 from router.front.errors import edge_error, renamed
@@ -222,7 +222,7 @@ def _grammar(constraint: inference_pb2.Constraint) -> Grammar:
         case "choice":
             return choice_grammar(constraint.choice.choices)
         case "grammar":
-            return lark_grammar(constraint.grammar)
+            return context_free_grammar(constraint.grammar)
         case _:
             raise BadRequest("grammar", "one of json_schema, json_object, regex, choice and grammar is required")
 

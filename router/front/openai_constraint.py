@@ -14,9 +14,9 @@ from core.request import Grammar
 from router.front.constraint import (
     ANY_OBJECT,
     choice_grammar,
+    context_free_grammar,
     json_schema_grammar,
     json_text_grammar,
-    lark_grammar,
     regex_grammar,
 )
 from router.strict import Strict, Text
@@ -93,12 +93,12 @@ class Constraints(Strict):
             ("structured_outputs.json", _schema_grammar, outputs.json_),
             ("structured_outputs.regex", regex_grammar, outputs.regex),
             ("structured_outputs.choice", choice_grammar, outputs.choice),
-            ("structured_outputs.grammar", lark_grammar, outputs.grammar),
+            ("structured_outputs.grammar", context_free_grammar, outputs.grammar),
             ("structured_outputs.json_object", json_schema_grammar, ANY_OBJECT if outputs.json_object else None),
             ("guided_json", _schema_grammar, self.guided_json),
             ("guided_regex", regex_grammar, self.guided_regex),
             ("guided_choice", choice_grammar, self.guided_choice),
-            ("guided_grammar", lark_grammar, self.guided_grammar),
+            ("guided_grammar", context_free_grammar, self.guided_grammar),
         ]
         return [place for place in places if place[2] is not None]
 

@@ -82,6 +82,16 @@ def test_forks_and_matchers_built_again_go_their_own_way(compiler: GrammarCompil
     assert again.mask() == matcher.mask()
 
 
+def test_gbnf_is_read_as_lark_is(compiler: GrammarCompiler) -> None:
+    source = 'root ::= item ("," item)*\nitem ::= [a-c]+ "!"?\n'
+    matcher = compiler.matcher(Grammar(GrammarKind.GBNF, source))
+    assert allowed(matcher.mask()) & set(range(256)) == set(b"abc")
+    push_all(matcher, "ab!")
+    assert allowed(matcher.mask()) & set(range(256)) == {ord(",")}
+    push_all(matcher, ",c")
+    assert END in allowed(matcher.mask())
+
+
 def test_a_dead_end_says_so_instead_of_ending_well(compiler: GrammarCompiler) -> None:
     matcher = compiler.matcher(regex("ab"))
     assert not matcher.push(ord("z"))
@@ -108,6 +118,9 @@ def test_blanks_between_tokens_of_json_are_bounded(compiler: GrammarCompiler) ->
         (schema([]), "must be a JSON object"),
         (Grammar(GrammarKind.JSON_SCHEMA, "{"), "must be a JSON object"),
         (Grammar(GrammarKind.LARK, "start: a"), "unknown name"),
+        (Grammar(GrammarKind.GBNF, "root ::= a"), "'a' not found"),
+        (Grammar(GrammarKind.GBNF, 'other ::= "a"'), "No 'root' rule"),
+        (Grammar(GrammarKind.GBNF, "root ::= " + "(" * 60_000), ""),
         (schema({"$ref": "#"}), "allows no output"),
     ],
 )

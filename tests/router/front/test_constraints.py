@@ -44,6 +44,8 @@ GOOD: list[tuple[dict[str, Any], Grammar | None]] = [
     ({"guided_choice": ["a.b", "c"]}, Grammar(GrammarKind.REGEX, r"a\.b|c")),
     (outputs(grammar='start: "a"'), Grammar(GrammarKind.LARK, 'start: "a"')),
     ({"guided_grammar": 'start: "a"'}, Grammar(GrammarKind.LARK, 'start: "a"')),
+    ({"guided_grammar": 'root ::= "a"'}, Grammar(GrammarKind.GBNF, 'root ::= "a"')),
+    (outputs(grammar='start: "a ::= b"'), Grammar(GrammarKind.LARK, 'start: "a ::= b"')),
 ]
 
 
