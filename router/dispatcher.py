@@ -278,6 +278,7 @@ class Dispatcher:
         if leg is None or leg.stage is not Stage.RESERVING or leg.plan is None or leg.plan.prefill is None:
             return []
         leg.move(Stage.PREFILLING)
+        self.admission.out.place(leg.request.num_given_tokens)
         leg.prefill_begun_s = now
         return [Send(leg.plan.prefill, StartPrefill(leg.request, answer.ticket))]
 
@@ -405,6 +406,7 @@ class Dispatcher:
             return
         leg.prefill_open = False
         self._view.prefills(leg.plan.prefiller).end(leg.request.num_given_tokens)
-        self.admission.out.end(leg.request.num_given_tokens)
+        placed = leg.plan.prefill is not None and leg.stage is not Stage.RESERVING
+        self.admission.out.end(leg.request.num_given_tokens, placed=placed)
         if leg.plan.prefill is not None:
             self._view.unassign(leg.plan.prefill, leg.request.num_given_tokens)

@@ -16,7 +16,7 @@ from typing import Final
 
 from router.admission.policy import Band
 
-QUANTUM_TOKENS: Final = 512
+QUANTUM_TOKENS: Final = 32
 
 
 @dataclass(frozen=True, slots=True)

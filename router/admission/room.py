@@ -20,28 +20,42 @@ LEAST_PROMPTS: Final = 2
 
 @dataclass(slots=True)
 class PromptsOut:
-    """Prompts that workers have and whose first token has not come: under way, or waiting there for their KV."""
+    """Prompts that workers have and whose first token has not come. unplaced: those of them for which no decode worker
+    has said yet that it has KV blocks: what it says is free does not count them."""
 
     num_prompts: int = 0
     num_tokens: int = 0
+    unplaced_prompts: int = 0
+    unplaced_tokens: int = 0
 
     def begin(self, num_tokens: int) -> None:
         self.num_prompts += 1
         self.num_tokens += num_tokens
+        self.unplaced_prompts += 1
+        self.unplaced_tokens += num_tokens
 
-    def end(self, num_tokens: int) -> None:
+    def place(self, num_tokens: int) -> None:
+        """Its KV blocks are reserved."""
+        self.unplaced_prompts -= 1
+        self.unplaced_tokens -= num_tokens
+
+    def end(self, num_tokens: int, *, placed: bool) -> None:
+        """Its first token is here, or will not come."""
         self.num_prompts -= 1
         self.num_tokens -= num_tokens
+        if not placed:
+            self.place(num_tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
     """What the ready workers can take together. num_workers: that compute prompts; each does, whatever its role.
-    free_tokens: of KV on the decode workers, as they last said. seconds_per_token: what one of them takes, learnt;
-    None before any has shown it. others_tokens: of prompts under way that other routers sent."""
+    num_decodes: of these, those that hold requests to their end. free_tokens: of KV on these, as they last said.
+    seconds_per_token: what one worker takes, learnt; None before any has shown it. others_tokens: of prompts under way
+    that other routers sent."""
 
     num_workers: int = 0
-    can_decode: bool = False
+    num_decodes: int = 0
     free_tokens: int = 0
     seconds_per_token: float | None = None
     others_tokens: int = 0
@@ -53,15 +67,14 @@ class Capacity:
         paces = [pace for worker in ready if (pace := worker.prefills.seconds_per_token) is not None]
         others_tokens = sum(worker.others.prompt_tokens for worker in ready)
         pace = fmean(paces) if paces else None
-        return cls(len(ready), bool(decodes), sum(map(_free_tokens, decodes)), pace, others_tokens)
+        return cls(len(ready), len(decodes), sum(map(_free_tokens, decodes)), pace, others_tokens)
 
     def has_room(self, out: PromptsOut, tokens_ahead: int) -> bool:
         """Whether another prompt may go to the workers. tokens_ahead: that may be out for each of them."""
-        if not self.can_decode:
-            return False
-        if out.num_prompts < LEAST_PROMPTS * self.num_workers:
-            return True
-        return out.num_tokens + self.others_tokens < min(tokens_ahead * self.num_workers, self.free_tokens)
+        if out.unplaced_tokens >= self.free_tokens:
+            return out.unplaced_prompts < self.num_decodes  # for the next room, at once when it is there
+        few = out.num_prompts < LEAST_PROMPTS * self.num_workers
+        return few or out.num_tokens + self.others_tokens < tokens_ahead * self.num_workers
 
 
 def _free_tokens(worker: WorkerView) -> int:

@@ -36,6 +36,7 @@ from core.messages import (
     StartPrefill,
 )
 from core.request import GenerateRequest, Placement, SamplingParams, StopConditions
+from router.admission.room import PromptsOut
 from router.dispatcher import Deliver, Dispatcher, DispatcherConfig, Effect, Fail, Planned, Send
 from router.view import ClusterView
 from tests.simulation.chained_kv import undisturbed
@@ -429,7 +430,7 @@ class Router:
         ]
         dispatcher, out = self.dispatcher, self.dispatcher.admission.out
         kept = (dispatcher.num_open, dispatcher.num_queued, dispatcher._attempts, dispatcher.admission.line.backlog)
-        if any(kept) or out.num_prompts or out.num_tokens or any(map(any, books)):
+        if any(kept) or out != PromptsOut() or any(map(any, books)):
             raise Leak(f"{self.router_id}: {kept} {out} {books}")
 
     def perform(self, effects: Iterable[Effect]) -> None:

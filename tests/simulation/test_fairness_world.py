@@ -1,0 +1,111 @@
+"""Two tenants on one simulated cluster: one that sends ten times its share moves the other's first tokens by little."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Iterable
+from dataclasses import replace
+
+import pytest
+
+from core.errors import Rejected, RejectReason
+from core.request import GenerateRequest, SamplingParams, StopConditions
+from router.admission.admission import Admission
+from router.admission.fair_line import FairLine, Waiting
+from tests.simulation.cluster_world import DISPATCH, NO_FAULTS, World
+from tests.simulation.world_client import Client
+
+SEEDS = (1, 2, 3)
+LOAD_S = 60.0
+END_S = 110.0  # the longest wait in the queue, and then some
+CAPACITY = 7.4  # requests a second that the cluster serves
+OTHER, VICTIM = "other", "victim"
+RATE = 2.0  # of the victim, in a second; the other one's share is what that leaves
+
+
+def load(seed: int, rates: dict[str, float]) -> dict[str, list[Client]]:
+    """The clients of each tenant, whose requests come at random, `rates` of them in a second."""
+    world = World(seed, NO_FAULTS, dispatch=replace(DISPATCH, max_open_requests=4096))
+    clients: dict[str, list[Client]] = {tenant: [] for tenant in rates}
+
+    def ask(tenant: str, number: int, rng: random.Random) -> None:
+        prompt = tuple(rng.randrange(1000) for _ in range(rng.randrange(15, 25)))
+        stop = StopConditions(max_tokens=rng.randrange(4, 9))
+        request = GenerateRequest(f"{tenant}{number}", prompt, SamplingParams(0.0), stop, tenant=tenant)
+        clients[tenant].append(world.ask(world.routers[0], request))
+
+    for tenant, rate in rates.items():
+        rng, at_s, number = random.Random(f"{seed} {tenant}"), 2.0, 0  # the same whatever the others do
+        while (at_s := at_s + rng.expovariate(rate)) < LOAD_S:
+            number += 1
+            world.at(at_s, lambda tenant=tenant, number=number, rng=rng: ask(tenant, number, rng))  # type: ignore[misc]
+    world.run_until(END_S)
+    world.check_over()
+    return clients
+
+
+def ttfts_s(clients: Iterable[Client]) -> list[float]:
+    return [client.first_s - client.submitted_s for client in clients if client.error is None]
+
+
+def loads(times_the_share: float) -> list[dict[str, list[Client]]]:
+    rates = {VICTIM: RATE, OTHER: times_the_share * (CAPACITY - RATE)}
+    return [load(seed, rates) for seed in SEEDS]
+
+
+def p95_s(clients: Iterable[Client]) -> float:
+    return statistics.quantiles(ttfts_s(clients), n=20)[-1]
+
+
+def of(tenant: str, runs: list[dict[str, list[Client]]]) -> list[Client]:
+    return [client for clients in runs for client in clients[tenant]]
+
+
+def num_served(runs: list[dict[str, list[Client]]]) -> int:
+    return sum(client.finished and client.last_s < LOAD_S for client in of(VICTIM, runs) + of(OTHER, runs))
+
+
+@pytest.fixture(scope="module")
+def before() -> list[dict[str, list[Client]]]:
+    return loads(1.0)
+
+
+def test_a_tenant_that_sends_ten_times_its_share_moves_the_others_p95_by_less_than_a_fifth(
+    before: list[dict[str, list[Client]]],
+) -> None:
+    after = loads(10.0)
+    assert all(client.finished for client in of(VICTIM, before) + of(VICTIM, after))
+    assert p95_s(of(VICTIM, after)) < 1.2 * p95_s(of(VICTIM, before))  # 1.82 s and 1.70 s
+    reasons = {client.error.reason for client in of(OTHER, after) if isinstance(client.error, Rejected)}
+    assert reasons == {RejectReason.QUEUE_TIMEOUT, RejectReason.QUEUE_FULL, RejectReason.SHED}
+    assert all(client.over for client in of(OTHER, after))
+    assert num_served(after) > 0.98 * num_served(before)  # and no worker waits for the router
+
+
+def pop_in_order_of_arrival(self: FairLine) -> Waiting:
+    item = min((tenant.head for tenant in self._tenants.values()), key=lambda head: head.arrived_s)
+    self.remove(item)
+    return item
+
+
+def send_all_at_once(self: Admission, now: float) -> str | None:
+    return self.line.pop(now).request_id if self.line else None
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "planted"),
+    [(FairLine, "pop", pop_in_order_of_arrival), (Admission, "next", send_all_at_once)],
+    ids=["first come, first served", "no bound at the workers"],
+)
+def test_without_turns_or_without_a_bound_it_would(
+    owner: type,
+    name: str,
+    planted: object,
+    before: list[dict[str, list[Client]]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The control: these are the two bugs that the test above must find."""
+    monkeypatch.setattr(owner, name, planted)
+    clients = load(SEEDS[0], {VICTIM: RATE, OTHER: 10 * (CAPACITY - RATE)})
+    assert p95_s(clients[VICTIM]) > 3 * p95_s(of(VICTIM, before))
