@@ -149,9 +149,6 @@ class WorkerHost:
         options = (
             ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
             ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-            # A router whose host is lost, or which is frozen, says nothing more: what came from it must end.
-            ("grpc.keepalive_time_ms", 10_000),
-            ("grpc.keepalive_timeout_ms", 5_000),
             ("grpc.keepalive_permit_without_calls", 1),
             ("grpc.http2.max_ping_strikes", 0),
             ("grpc.so_reuseport", 0),

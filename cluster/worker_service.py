@@ -27,6 +27,7 @@ from telemetry.tasks import Spawn
 
 logger = logging.getLogger(__name__)
 
+ROUTER_SILENCE_S: Final = 15.0  # three heartbeats
 HELLO_TIMEOUT_S: Final = 10.0  # a stream that has not said whom it means by then is nobody's
 
 
@@ -86,10 +87,19 @@ class WorkerServicer(pb_grpc.WorkerServiceServicer):
 
     async def _read(self, stream: RouterStream, requests: AsyncIterator[pb.ConnectRequest]) -> None:
         try:
-            async for message in requests:
-                if not self._streams.is_open(stream):
-                    return
-                self._on_command(stream, decode_command(message))
+            await self._commands(stream, aiter(requests))
+        except TimeoutError:
+            # A frozen router's stream does not break by itself, and may be too full for another word of ours.
+            log_state(logger, logging.ERROR, router_id=stream.router_id, state="silent")
         except (BadRequest, DecodeError, grpc.aio.BaseError) as error:
             log_state(logger, logging.ERROR, router_id=stream.router_id, state="refused", reason=str(error))
-        stream.outbox.put_nowait(None)
+        self._on_closed(self._streams.close(stream))
+
+    async def _commands(self, stream: RouterStream, requests: AsyncIterator[pb.ConnectRequest]) -> None:
+        while True:
+            async with asyncio.timeout(ROUTER_SILENCE_S):
+                message = await anext(requests, None)
+            if message is None or not self._streams.is_open(stream):
+                return
+            if not message.HasField("heartbeat"):
+                self._on_command(stream, decode_command(message))

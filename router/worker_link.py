@@ -31,6 +31,7 @@ CHANNEL_OPTIONS: Final = (
 )
 
 CLOSE_TIMEOUT_S: Final = 5.0
+HEARTBEAT_S: Final = 5.0
 
 
 class WorkerLink:
@@ -111,7 +112,14 @@ class WorkerLink:
         """Until cancelled, or until the stream is over, which the reader then sees."""
         with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
             while True:
-                await stream.write(await self._outbox.get())
+                await stream.write(await self._next())
+
+    async def _next(self) -> pb.ConnectRequest:
+        """A worker that hears nothing from us for long gives back all that came from us."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(HEARTBEAT_S):
+                return await self._outbox.get()
+        return pb.ConnectRequest(heartbeat=pb.Heartbeat())
 
     def _hello(self) -> pb.RouterHello:
         return pb.RouterHello(router_id=self._router_id, worker=encode_ref(self.info.ref))

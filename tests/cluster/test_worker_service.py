@@ -140,3 +140,21 @@ def test_each_router_is_told_what_the_others_gave() -> None:
     streams.step((), WorkerLoad())
     assert one.outbox.get_nowait().others == nothing
     assert streams.close(one) == ["b"]
+
+
+async def test_a_router_that_says_nothing_for_long_has_nothing_here_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is frozen keeps its stream open: the kernel answers for it."""
+    monkeypatch.setattr("cluster.worker_service.ROUTER_SILENCE_S", 0.5)
+    worker = Worker()
+    async with connected(worker) as silent, connected(worker, "router-1") as living:
+        for stream, name in ((silent, "a"), (living, "b")):
+            await stream.write(encode_command(StartGeneration(replace(REQUEST, request_id=name))))
+        async with asyncio.timeout(10):
+            while not worker.orphans:
+                await living.write(pb.ConnectRequest(heartbeat=pb.Heartbeat()))
+                await asyncio.sleep(0.01)
+        assert worker.orphans == ["a"] and worker.streams.owns("b")
+        async with asyncio.timeout(5):
+            while (message := await silent.read()) is not grpc.aio.EOF:
+                assert message.HasField("step")
+    assert worker.broken == []

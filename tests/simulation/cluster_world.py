@@ -45,6 +45,7 @@ from tests.simulation.world_host import Host
 
 DISPATCH = DispatcherConfig(max_open_requests=64, queue_timeout_s=15.0, request_timeout_s=1000.0)  # no hang ends by it
 SILENCE_TIMEOUT_S = 4.0
+HEARTBEAT_S = 1.5
 FAULTS_END_S = 25.0
 END_S = 90.0  # by then every request must be over: each lease and bounded wait has passed
 
@@ -308,6 +309,7 @@ class Link:
         self.host = host
         self.open = True
         self.heard_at_s = world.now
+        self.beat_at_s = world.now
         self.on_lost = lambda: router.lost(host.ref)
         self.ready = False
         self.stream: RouterStream | None = None
@@ -319,6 +321,11 @@ class Link:
         at_s = max(self._free_at[way], self.broken_until_s, self.world.now + self.world.late())
         self._free_at[way] = at_s
         self.world.at(at_s - self.world.now, what)
+
+    def heartbeat(self) -> None:
+        self.beat_at_s = self.world.now
+        delay_s = max(0.0, self.broken_until_s - self.world.now)
+        self.world.at(delay_s, lambda: self.host.do(lambda: self.open and self.host.heard(self)))
 
     def command(self, command: Command) -> None:
         self._deliver("down", lambda: self.host.do(lambda: self.open and self.host.command(self, command)))
@@ -332,6 +339,9 @@ class Link:
             self.ready = True
             self.router.opened(self.host)
         self.router.perform(self.router.dispatcher.answered(self.host.ref, answer, self.world.now))
+
+    def closed_by_host(self) -> None:
+        self.world.at(max(self.world.late(), self.broken_until_s - self.world.now), self.cut)
 
     def cut(self) -> None:
         """Both ends hear of it, each in its own time."""
@@ -421,6 +431,8 @@ class Router:
         for link in list(self.links.values()):
             if self.world.now - link.heard_at_s > SILENCE_TIMEOUT_S:
                 link.cut()
+            elif self.world.now - link.beat_at_s >= HEARTBEAT_S:
+                link.heartbeat()
         self.perform(self.dispatcher.tick(self.world.now))
 
     def check_over(self) -> None:

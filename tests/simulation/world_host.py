@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 LEASE = LeaseConfig(lease_s=5.0, renew_s=1.0, settle_s=1.0, stop_retry_s=1.0, landed_timeout_s=5.0)
 
 
+ROUTER_SILENCE_S = 5.0
 UNWANTED_S = 1.0  # a step that is under way when a request is cancelled ends first
 
 
@@ -75,7 +76,7 @@ class Host:
         self.streams = RouterStreams()
         self.role = WorkerRole(role, self.make_session, self.streams.send, self.scheduler, self.handoffs)
         self.info = WorkerInfo(ref, role, f"{ref}", b"id", BLOCK_SIZE, 1, NUM_BLOCKS, 64)
-        self.links: dict[Link, None] = {}
+        self.links: dict[Link, float] = {}  # and when its router was heard
         self.peers: dict[WorkerRef, None] = {}  # known and not dead
         self.connected: dict[WorkerRef, None] = {}
         self.stepping = False
@@ -148,7 +149,7 @@ class Host:
 
     def router_opened(self, link: Link) -> None:
         link.stream, orphans = self.streams.open(link.router.router_id)
-        self.links[link] = None
+        self.links[link] = self.world.now
         self.cancel(orphans)
         self.streams.send(self.role.state(self.world.now))
         self.streams.step((), self.scheduler.load())
@@ -170,8 +171,16 @@ class Host:
                 if answer is not None:
                     link.answer(answer)
 
+    def heard(self, link: Link) -> bool:
+        """False: its router was silent for too long, and does not know it yet."""
+        if link in self.links:
+            self.links[link] = self.world.now
+        return link in self.links
+
     def command(self, link: Link, command: Command) -> None:
         now, session = self.world.now, self.session
+        if not self.heard(link):
+            return
         if isinstance(command, StartGeneration | ReserveBlocks | StartPrefill):
             assert link.stream is not None
             self.streams.own(link.stream, command)
@@ -290,6 +299,10 @@ class Host:
     def tick(self) -> None:
         self.check_wanted()
         now = self.world.now
+        for link, heard_at_s in list(self.links.items()):
+            if now - heard_at_s > ROUTER_SILENCE_S:
+                self.router_closed(link)
+                link.closed_by_host()
         self.perform(self.handoffs.tick(now))
         self.perform(self.session.tick(now))
         if now < self.say_at_s:

@@ -64,7 +64,7 @@ class WorkerLoad(_message.Message):
     def __init__(self, waiting_requests: _Optional[int] = ..., running_requests: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., free_blocks: _Optional[int] = ..., used_blocks: _Optional[int] = ..., quarantined_blocks: _Optional[int] = ...) -> None: ...
 
 class ConnectRequest(_message.Message):
-    __slots__ = ("hello", "start", "reserve", "prefill", "cancel", "peer_joined", "peer_dead")
+    __slots__ = ("hello", "start", "reserve", "prefill", "cancel", "peer_joined", "peer_dead", "heartbeat")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
     RESERVE_FIELD_NUMBER: _ClassVar[int]
@@ -72,6 +72,7 @@ class ConnectRequest(_message.Message):
     CANCEL_FIELD_NUMBER: _ClassVar[int]
     PEER_JOINED_FIELD_NUMBER: _ClassVar[int]
     PEER_DEAD_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     hello: RouterHello
     start: StartGeneration
     reserve: ReserveBlocks
@@ -79,7 +80,12 @@ class ConnectRequest(_message.Message):
     cancel: CancelRequest
     peer_joined: PeerJoined
     peer_dead: PeerDead
-    def __init__(self, hello: _Optional[_Union[RouterHello, _Mapping]] = ..., start: _Optional[_Union[StartGeneration, _Mapping]] = ..., reserve: _Optional[_Union[ReserveBlocks, _Mapping]] = ..., prefill: _Optional[_Union[StartPrefill, _Mapping]] = ..., cancel: _Optional[_Union[CancelRequest, _Mapping]] = ..., peer_joined: _Optional[_Union[PeerJoined, _Mapping]] = ..., peer_dead: _Optional[_Union[PeerDead, _Mapping]] = ...) -> None: ...
+    heartbeat: Heartbeat
+    def __init__(self, hello: _Optional[_Union[RouterHello, _Mapping]] = ..., start: _Optional[_Union[StartGeneration, _Mapping]] = ..., reserve: _Optional[_Union[ReserveBlocks, _Mapping]] = ..., prefill: _Optional[_Union[StartPrefill, _Mapping]] = ..., cancel: _Optional[_Union[CancelRequest, _Mapping]] = ..., peer_joined: _Optional[_Union[PeerJoined, _Mapping]] = ..., peer_dead: _Optional[_Union[PeerDead, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
+
+class Heartbeat(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class RouterHello(_message.Message):
     __slots__ = ("router_id", "worker")
