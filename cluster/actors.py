@@ -44,17 +44,19 @@ class _HostActor:
     """Start, ping, watch and stop one host object. A failure reaches the caller as plain text: exceptions of
     libraries do not always survive the way between processes."""
 
-    def __init__(self, host_path: str, log_file: Path | None, environment: dict[str, str]) -> None:
-        if log_file is not None:
-            _redirect_output(log_file)
+    def __init__(self, host_path: str, environment: dict[str, str]) -> None:
         os.environ.update(environment)
         self._host_path = host_path
         self._host: Any = None
 
+    async def prepare(self) -> None:
+        """Import the host ahead of `start`."""
+        self._host = self._host or _import_host(self._host_path)
+
     async def start(self, config: Any) -> Any:
         """Import the host, start it; returns what it says of itself."""
         try:
-            self._host = _import_host(self._host_path)
+            await self.prepare()
             return await self._host.start(config)
         except Exception as error:
             traceback.print_exc()
@@ -81,15 +83,17 @@ class _HostActor:
 
 
 class WorkerActor(_HostActor):
-    """The process of one prefill or decode worker."""
+    """The process of one prefill or decode worker. Which one, `start` says."""
 
-    def __init__(self, host_path: str, worker_id: str, log_file: Path | None) -> None:
-        super().__init__(host_path, log_file, WORKER_ENVIRONMENT)
-        setup_logs(worker_id)
+    def __init__(self, host_path: str) -> None:
+        super().__init__(host_path, WORKER_ENVIRONMENT)
         self._sigterm = _wakeup_on_sigterm()
 
     async def start(self, config: WorkerConfig) -> WorkerInfo:
         """Pin, load weights, listen, announce. From now on SIGTERM is a notice that the host goes away."""
+        if config.log_file is not None:
+            _redirect_output(config.log_file)
+        setup_logs(config.worker_id)
         if config.cpu_core is not None:
             os.sched_setaffinity(0, {config.cpu_core})
         info: WorkerInfo = await super().start(config)
@@ -124,7 +128,8 @@ class RouterActor(_HostActor):
     """The process of the router."""
 
     def __init__(self, host_path: str, log_file: Path) -> None:
-        super().__init__(host_path, log_file, ROUTER_ENVIRONMENT)
+        _redirect_output(log_file)
+        super().__init__(host_path, ROUTER_ENVIRONMENT)
         setup_logs("router")
 
 

@@ -237,6 +237,8 @@ class WorkerConfig:
     """As in ClusterConfig, after SIGTERM."""
     drain_finish_s: float = 2.0
     """As in ClusterConfig, after SIGTERM."""
+    log_file: Path | None = None
+    """Where its output goes; None: where its process's goes."""
 
     def __post_init__(self) -> None:
         for name in ("worker_id", "incarnation", "router_addresses"):

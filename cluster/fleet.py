@@ -95,7 +95,7 @@ class Backoff:
 
     first_s: float = 0.5
     max_s: float = 30.0
-    stable_after_s: float = 60.0
+    stable_after_s: float = 10.0
 
     def delay_s(self, quick_deaths: int) -> float:
         """Delay after `quick_deaths` earlier deaths in a row."""

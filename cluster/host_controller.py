@@ -98,7 +98,7 @@ class HostController:
     def _spawn(self, order: StartWorker) -> tuple[Actor, WorkerConfig]:
         ref, config = order.ref, self._config
         resource = RESOURCES[dict(config.roles)[ref.worker_id]]  # of its place, whatever it serves as
-        actor = self._ray.create(WorkerActor, str(ref), self._hosts.worker, ref.worker_id, None, resource=resource)
+        actor = self._ray.create(WorkerActor, str(ref), self._hosts.worker, resource=resource)
         return actor, worker_config(
             config, ref.worker_id, ref.incarnation, order.role, router_addresses=config.registry_addresses
         )

@@ -32,6 +32,7 @@ from cluster.folders import RunFolders
 from cluster.progress import Progress
 from cluster.ray_runtime import STOP_TIMEOUT_S, Actor, RayRuntime
 from cluster.router_keeper import RouterKeeper
+from cluster.spare import SpareWorker
 from cluster.status_client import RouterUnreachable, fetch_status, missing
 from cluster.valkey import EmbeddedValkey
 from core.errors import TandemError
@@ -71,6 +72,8 @@ class Launcher:
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._background: list[asyncio.Task[None]] = []
         self._controlling: asyncio.Task[None] | None = None
+        self._spare = SpareWorker(self._create_worker, config.start_timeout_s)
+        self._serving = False
         self._stopping = False
 
     async def run(self, stop: asyncio.Event, after_start: Callable[[], Awaitable[None]]) -> None:
@@ -116,6 +119,8 @@ class Launcher:
 
     async def _serve(self, after_start: Callable[[], Awaitable[None]]) -> None:
         await after_start()
+        self._serving = True
+        self._spare.refill()
         await asyncio.Event().wait()
 
     async def _start_valkey(self) -> None:
@@ -159,6 +164,8 @@ class Launcher:
                 return
             case WorkerStarted(ref):
                 self._progress.say(f"{ref.worker_id} is ready")
+                if self._serving:
+                    self._spare.refill()
             case StartFailed(ref, reason) if not self._started.is_set():
                 self._fail(
                     StartupFailed(f"{ref.worker_id} did not start: {reason}; its log is {self._log(ref.worker_id)}")
@@ -172,9 +179,7 @@ class Launcher:
 
     def _spawn_worker(self, order: StartWorker) -> tuple[Actor, WorkerConfig]:
         ref = order.ref
-        # Named by its life: the name of a dying one is still taken.
-        actor = self._ray.create(WorkerActor, str(ref), self._hosts.worker, ref.worker_id, self._log(ref.worker_id))
-        return actor, worker_config(
+        return self._spare.take(), worker_config(
             self._config,
             ref.worker_id,
             ref.incarnation,
@@ -182,7 +187,11 @@ class Launcher:
             router_addresses=self._config.registry_addresses,
             cpu_core=self._core_of(ref.worker_id),
             gpu_index=self._ordinal(ref.worker_id),
+            log_file=self._log(ref.worker_id),
         )
+
+    def _create_worker(self) -> Actor:
+        return self._ray.create(WorkerActor, f"worker-{os.urandom(4).hex()}", self._hosts.worker)
 
     def _spawn_router(self, index: int, name: str) -> tuple[Actor, RouterConfig]:
         actor = self._ray.create(RouterActor, f"{name}-{os.urandom(4).hex()}", self._hosts.router, self._log(name))
@@ -204,6 +213,7 @@ class Launcher:
 
     async def _shut_down(self) -> None:
         self._stopping = True
+        self._spare.let_go()
         below = processes.descendants(os.getpid())
         async with self._progress.step("stopping"):
             if self._service is not None:

@@ -20,7 +20,7 @@ from cluster.config import ClusterConfig, WorkerConfig, worker_config
 from cluster.controller import Controller
 from cluster.fleet import Event, Fleet, StartFailed, StartWorker, WorkerDied, WorkerStarted
 from cluster.ray_runtime import Actor, ActorError, RayRuntime
-from core.membership import WorkerRef
+from core.membership import Role, WorkerRef
 
 STUB = "stub_hosts:StubWorkerHost"
 TIMEOUT_S = 30.0
@@ -42,9 +42,14 @@ class Cluster:
     def _spawn(self, order: StartWorker) -> tuple[Actor, WorkerConfig]:
         ref = order.ref
         log_file = self.logs / f"{ref.worker_id}.log"
-        self.actors[ref.worker_id] = self._runtime.create(WorkerActor, str(ref), STUB, ref.worker_id, log_file)
+        self.actors[ref.worker_id] = self._runtime.create(WorkerActor, str(ref), STUB)
         return self.actors[ref.worker_id], worker_config(
-            self._config, ref.worker_id, ref.incarnation, order.role, router_addresses=("nowhere:0",)
+            self._config,
+            ref.worker_id,
+            ref.incarnation,
+            order.role,
+            router_addresses=("nowhere:0",),
+            log_file=log_file,
         )
 
     async def next(self, wanted: Callable[[Any], bool]) -> Any:
@@ -139,13 +144,14 @@ async def test_everything_listens_on_loopback_only(make_cluster: Any) -> None:
 
 
 async def test_an_actor_has_its_thread_settings_and_no_ray_priority(ray_runtime: RayRuntime, tmp_path: Path) -> None:
-    actor = ray_runtime.create(WorkerActor, "probe", STUB, "probe", tmp_path / "probe.log")
+    actor = ray_runtime.create(WorkerActor, "probe", STUB)
     pid = await actor.call("ping", timeout_s=20.0)
     assert os.getpriority(os.PRIO_PROCESS, pid) == os.getpriority(os.PRIO_PROCESS, 0)
-    assert (tmp_path / "probe.log").exists()
     with pytest.raises(ActorError, match="ModuleNotFoundError"):
-        other = ray_runtime.create(WorkerActor, "other", "nowhere:Host", "other", tmp_path / "other.log")
-        await other.call("start", WorkerConfig("x", "1", "decode", tmp_path, "nowhere:0"), timeout_s=20.0)
+        other = ray_runtime.create(WorkerActor, "other", "nowhere:Host")
+        config = WorkerConfig("x", "1", Role.DECODE, tmp_path, ("nowhere:0",), log_file=tmp_path / "other.log")
+        await other.call("start", config, timeout_s=20.0)
+    assert "ModuleNotFoundError" in (tmp_path / "other.log").read_text()
     actor.kill()
     other.kill()
     actor.kill()  # harmless
