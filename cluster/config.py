@@ -10,6 +10,7 @@ from core.errors import BadRequest
 from core.membership import Role
 from kv_transfer.effects import LoadFailurePolicy
 from kv_transfer.faults import TransportFaults
+from kv_transfer.redis_url import RedisUrl
 from router.config import RouterConfig
 from router.dispatcher import DispatcherConfig
 
@@ -299,5 +300,5 @@ def _require_engine_fields(config: ClusterConfig | WorkerConfig) -> None:
     _require_range("prefill_delay_steps", config.prefill_delay_steps, 0, 1000)
     if not config.max_decode_slowdown > 1.0:
         raise BadRequest("max_decode_slowdown", f"must be a number above 1, got {config.max_decode_slowdown}")
-    if config.redis_url is not None and not config.redis_url.startswith(("redis://", "rediss://", "unix://")):
-        raise BadRequest("redis_url", f"must start with redis://, rediss:// or unix://, got {config.redis_url!r}")
+    if config.redis_url is not None:
+        RedisUrl.parse(config.redis_url)

@@ -8,10 +8,14 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
-from redis.asyncio import Redis
+from redis.asyncio import Redis, RedisCluster
+from redis.asyncio.cluster import ClusterNode
 from redis.asyncio.retry import Retry
+from redis.asyncio.sentinel import Sentinel, SentinelConnectionPool
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
+
+from kv_transfer.redis_url import RedisKind, RedisUrl
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +26,7 @@ class BoundedRedis:
     """Connects when first used.
 
     Args:
-        url: `redis://host:port/db`.
+        url: as in redis_url.py. Of a Cluster, all keys of a script must have one hash tag.
         purpose: what it is for, in logs.
         first_script: what a server that is back must have: the script that requests wait for.
         connect_timeout_s: bound of making a connection.
@@ -39,8 +43,7 @@ class BoundedRedis:
         backoff_s: float,
         on_failure: Callable[[], None],
     ) -> None:
-        # No retries: within a call's bound there is no time for them, and recovery is done by `_recover`.
-        self.client = Redis.from_url(url, socket_connect_timeout=connect_timeout_s, retry=Retry(NoBackoff(), 0))
+        self.client = open_redis(RedisUrl.parse(url), connect_timeout_s)
         self._on_failure = on_failure
         self._purpose = purpose
         self._first_script = first_script
@@ -71,6 +74,10 @@ class BoundedRedis:
         if self._recovery is not None:
             self._recovery.cancel()
         await self.client.aclose()
+        pool = None if isinstance(self.client, RedisCluster) else self.client.connection_pool
+        if isinstance(pool, SentinelConnectionPool):  # which nobody else closes
+            for sentinel in pool.sentinel_manager.sentinels:
+                await sentinel.aclose()
 
     async def _recover(self) -> None:
         while True:
@@ -81,3 +88,18 @@ class BoundedRedis:
                 break
         logger.warning("%s is back", self._purpose)
         self._recovery = None
+
+
+def open_redis(url: RedisUrl, connect_timeout_s: float) -> Redis | RedisCluster:
+    """Connects when first used. Nothing is tried twice: within a call's bound there is no time for that."""
+    options: dict[str, Any] = {"socket_connect_timeout": connect_timeout_s, "retry": Retry(NoBackoff(), 0)}
+    if url.kind is RedisKind.SERVER:
+        return Redis.from_url(url.text, **options)
+    options |= {"username": url.username, "password": url.password}
+    if url.tls:
+        options |= {"ssl": True, "ssl_ca_certs": url.ca_file}
+    if url.kind is RedisKind.CLUSTER:
+        return RedisCluster(startup_nodes=[ClusterNode(host, port) for host, port in url.hosts], **options)
+    sentinels: Any = Sentinel  # its constructor has no annotations
+    primary: Redis = sentinels(url.hosts, sentinel_kwargs=options, **options).master_for(url.name, redis_class=Redis)
+    return primary

@@ -138,7 +138,7 @@ class RedisPrefixIndex:
     """A PrefixIndex in Redis or Valkey; connects when first used.
 
     Args:
-        url: `redis://host:port/db`.
+        url: as in redis_url.py.
         ref: this worker; excluded from its own lookups.
         ttl_s: how long an announcement lasts.
         timeout_s: bound of one lookup. Writes, which no request waits for, get `write_timeout_s`.

@@ -1,8 +1,8 @@
 """Tenants' limits over all routers of a model: in Redis, by one round trip; each router alone while Redis is away.
 
-Keys, of one model and tenant:
-  limits:MODEL/TENANT:open     sorted set: permit -> when its lease ends, in ms of the server's clock
-  limits:MODEL/TENANT:bucket   hash: level (tokens, negative: debt), at_ms
+Keys, of one model and tenant, which are in one cluster slot (the braces are a hash tag):
+  limits:{MODEL/TENANT}:open     sorted set: permit -> when its lease ends, in ms of the server's clock
+  limits:{MODEL/TENANT}:bucket   hash: level (tokens, negative: debt), at_ms
 A router renews the leases of what it has open, so that a dead one's permits end by themselves, and a server that lost
 all it had knows them again. The router's own books go on beside: they are what it obeys while Redis is away.
 """
@@ -65,14 +65,12 @@ end
 return 1
 """
 
-# KEYS: open, for each permit. ARGV: lease in ms, then each permit.
+# KEYS: open. ARGV: lease in ms, then each permit.
 _RENEW: Final = (
     _NOW
     + """
-for index, key in ipairs(KEYS) do
-  redis.call('ZADD', key, now_ms + ARGV[1], ARGV[index + 1])
-  redis.call('PEXPIRE', key, ARGV[1])
-end
+for index = 2, #ARGV do redis.call('ZADD', KEYS[1], now_ms + ARGV[1], ARGV[index]) end
+redis.call('PEXPIRE', KEYS[1], ARGV[1])
 return 1
 """
 )
@@ -140,11 +138,13 @@ class SharedLimiter:
         """Keep the leases of what is open; until cancelled."""
         while True:
             await asyncio.sleep(self._lease_s / 3)
-            names = [(self._keys(permit.tenant)[0], name) for permit, name in self._open.items()]
-            for start in range(0, len(names), PERMITS_PER_WRITE):
-                some = names[start : start + PERMITS_PER_WRITE]
-                keys, permits = [key for key, _ in some], [name for _, name in some]
-                await self._redis.bounded(WRITE_TIMEOUT_S, partial(self._renew, keys, [self._lease_ms, *permits]))
+            names: dict[str, list[str]] = {}  # by key
+            for permit, name in self._open.items():
+                names.setdefault(self._keys(permit.tenant)[0], []).append(name)
+            for key, permits in names.items():
+                for start in range(0, len(permits), PERMITS_PER_WRITE):
+                    some = permits[start : start + PERMITS_PER_WRITE]
+                    await self._redis.bounded(WRITE_TIMEOUT_S, partial(self._renew, [key], [self._lease_ms, *some]))
 
     async def close(self) -> None:
         """Disconnect; what is open ends by its lease."""
@@ -178,7 +178,7 @@ class SharedLimiter:
         await self._redis.bounded(WRITE_TIMEOUT_S, call)
 
     def _keys(self, tenant: str) -> list[str]:
-        return [f"limits:{self._model_name}/{tenant}:{kind}" for kind in ("open", "bucket")]
+        return [f"limits:{{{self._model_name}/{tenant}}}:{kind}" for kind in ("open", "bucket")]
 
     @property
     def _lease_ms(self) -> int:

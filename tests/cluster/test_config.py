@@ -63,6 +63,7 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> N
         ({"max_decode_slowdown": 1.0}, "max_decode_slowdown"),
         ({"max_decode_slowdown": float("nan")}, "max_decode_slowdown"),
         ({"redis_url": "http://x"}, "redis_url"),
+        ({"redis_url": "redis+sentinel://a:1,b:2"}, "redis_url"),
         ({"lease_s": float("nan")}, "lease_s"),
         ({"model_folder": None}, "model_folder"),
         ({"num_decodes": 1}, "num_decodes"),

@@ -25,9 +25,9 @@ POLICY = AdmissionPolicy(
 )
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Valkey]:
-    with valkey() as running:
+@pytest.fixture(scope="module", params=[False, True], ids=["server", "cluster"])
+def server(request: pytest.FixtureRequest) -> Iterator[Valkey]:
+    with valkey(cluster=request.param) as running:
         yield running
 
 
