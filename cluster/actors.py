@@ -12,18 +12,20 @@ import ctypes
 import faulthandler
 import importlib
 import os
+import pickle
 import signal
 import socket
 import sys
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 from cluster import processes
 from cluster.burial import Location
 from cluster.config import WorkerConfig
-from cluster.ray_runtime import this_host
+from cluster.ray_runtime import note_this_actor, this_host
+from core.identity import SCHEMA_REVISION
 from core.membership import Role, WorkerInfo
 from telemetry.logs import setup_logs
 
@@ -38,6 +40,15 @@ class HostPaths:
 
     worker: str = "cluster.worker_host:WorkerHost"
     router: str = "router.main:RouterProcess"
+
+
+@dataclass(frozen=True, slots=True)
+class ServingWorker:
+    """config: what it was started with. info: its role there is what it serves as now. revision: of its messages."""
+
+    config: WorkerConfig
+    info: WorkerInfo
+    revision: int = SCHEMA_REVISION
 
 
 class _HostActor:
@@ -76,10 +87,13 @@ class _HostActor:
         return os.getpid()
 
     async def locate(self) -> Location:
-        """Where to find this process when it does not answer any more."""
+        """Where to find this process when it does not answer any more. Kept in Ray's own tables too, for a controller
+        that comes after it has ended."""
         process = processes.find(os.getpid())
         assert process is not None
-        return Location(this_host(), process)
+        location = Location(this_host(), process)
+        note_this_actor(pickle.dumps(location))
+        return location
 
 
 class WorkerActor(_HostActor):
@@ -88,6 +102,7 @@ class WorkerActor(_HostActor):
     def __init__(self, host_path: str) -> None:
         super().__init__(host_path, WORKER_ENVIRONMENT)
         self._sigterm = _wakeup_on_sigterm()
+        self._serving: ServingWorker | None = None
 
     async def start(self, config: WorkerConfig) -> WorkerInfo:
         """Pin, load weights, listen, announce. From now on SIGTERM is a notice that the host goes away."""
@@ -99,7 +114,12 @@ class WorkerActor(_HostActor):
         info: WorkerInfo = await super().start(config)
         loop = asyncio.get_running_loop()
         loop.add_reader(self._sigterm, self._noticed, config)
+        self._serving = ServingWorker(config, info)
         return info
+
+    async def describe(self) -> ServingWorker | None:
+        """For a controller that did not start it. None: it has not started, drains, or changes its role."""
+        return self._serving
 
     def _noticed(self, config: WorkerConfig) -> None:
         if signal.SIGTERM not in self._sigterm.recv(64):
@@ -117,11 +137,16 @@ class WorkerActor(_HostActor):
 
     async def drain(self, timeout_s: float, finish_s: float) -> str:
         """As cluster.worker_host.WorkerHost.drain."""
+        self._serving = None
         return str(await self._host.drain(timeout_s, finish_s))
 
     async def switch_role(self, role: Role, timeout_s: float, finish_s: float) -> str:
         """As cluster.worker_host.WorkerHost.switch_role."""
-        return str(await self._host.switch_role(role, timeout_s, finish_s))
+        before, self._serving = self._serving, None
+        left = str(await self._host.switch_role(role, timeout_s, finish_s))
+        if before is not None:
+            self._serving = before if left else replace(before, info=replace(before.info, role=role))
+        return left
 
 
 class RouterActor(_HostActor):

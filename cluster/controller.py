@@ -80,10 +80,20 @@ class Controller:
     def all_ready(self) -> bool:
         return all(life is Life.READY for life in self.lives.values())
 
+    def adopt(self, actor: Actor, location: Location, info: WorkerInfo) -> bool:
+        """Take over a living worker, before `run`. False: its place is taken, or not wanted."""
+        adopted = self._fleet.adopt(info.ref, info.role, time.monotonic())
+        if adopted:
+            self._actors[info.ref], self._locations[info.ref] = actor, location
+            self.workers[info.ref.worker_id] = info
+        return adopted
+
     async def run(self) -> None:
         """Start all workers and keep them; never returns. An error that no worker explains ends it, and them."""
         self._inbox.put_nowait(Wake())
         async with self._lives:
+            for ref, actor in self._actors.items():
+                self._lives.create_task(self._watch(ref, actor))
             while True:
                 event = await self._inbox.get()
                 self._note(event)
@@ -177,6 +187,9 @@ class Controller:
             return
         self.workers[ref.worker_id] = info
         self._inbox.put_nowait(WorkerStarted(ref))
+        await self._watch(ref, actor)
+
+    async def _watch(self, ref: WorkerRef, actor: Actor) -> None:
         self._inbox.put_nowait(WorkerDied(ref, await watch(actor, self._config.heartbeat_timeout_s)))
 
     async def _end(self, ref: WorkerRef, location: Location) -> None:

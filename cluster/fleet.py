@@ -153,6 +153,15 @@ class Fleet:
         place = self._places.get(worker_id)
         return None if place is None else place.role
 
+    def adopt(self, ref: WorkerRef, role: Role, now: float) -> bool:
+        """A READY worker that an earlier controller started is the life of its place. False: that is taken, or there is
+        no such place."""
+        place = self._places.get(ref.worker_id)
+        if place is None or place.ref is not None:
+            return False
+        place.ref, place.role, place.life, place.ready_since_s = ref, role, Life.READY, now
+        return True
+
     def drain(self, worker_id: str, to: Role | None, *, force: bool) -> WorkerRef:
         """The worker that is to drain, and then to serve as `to`; None: nothing. Say how it ended by `drained`.
 

@@ -1,6 +1,7 @@
 """Keeps the workers of a cluster on several hosts: the controller of cluster/controller.py over a Ray that it joins.
 
-1. Answer probes; join Ray; end what an earlier controller left, since nobody watches it.
+1. Answer probes; join Ray; take over the workers that an earlier controller left and that are what we would start; end
+   the others. What ended while nobody watched is buried and reported too.
 2. Start each wanted worker on a host that has its role's custom resource free, and replace what dies. A host that is
    not there yet, or not any more, shows as a worker that does not start: it is tried again.
 3. Tell every router who died; a router that starts anew hears of the old deaths too.
@@ -10,12 +11,15 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
+from collections import deque
+from dataclasses import replace
 from random import SystemRandom
 from typing import Final
 
 from aiohttp import web
 
-from cluster.actors import HostPaths, WorkerActor
+from cluster.actors import HostPaths, ServingWorker, WorkerActor
 from cluster.burial import HostBurial
 from cluster.config import ClusterConfig, WorkerConfig, worker_config
 from cluster.controller import ActorFailures, Controller
@@ -25,10 +29,13 @@ from cluster.fleet import Event, Fleet, StartFailed, StartWorker, WorkerDied, Wo
 from cluster.progress import Progress
 from cluster.ray_runtime import STOP_TIMEOUT_S, Actor, RayRuntime
 from core.errors import BadRequest
+from core.identity import SCHEMA_REVISION
 from core.membership import Role, WorkerInfo, WorkerRef
 
 RESOURCES: Final = {Role.PREFILL: "tandem_prefill", Role.DECODE: "tandem_decode"}
 LOCATE_TIMEOUT_S: Final = 10.0
+BURIED: Final = b"buried"  # the note on a worker that has certainly ended; before, it says where it is
+MAX_DEAD: Final = 100  # notes that stay
 
 
 class HostController:
@@ -42,7 +49,8 @@ class HostController:
         self._burial = HostBurial(self._ray, config.registry_addresses)
         self._deaths = DeathNotices(config.registry_addresses)
         fleet = Fleet(config.roles, SystemRandom())
-        self._controller = Controller(fleet, self._spawn, config, self._heard, self._burial.bury, self._deaths.died)
+        self._controller = Controller(fleet, self._spawn, config, self._heard, self._burial.bury, self._died)
+        self._dead: deque[WorkerRef] = deque()
         self._keeping = False
         self._stopping = False
 
@@ -76,32 +84,63 @@ class HostController:
     async def _work(self) -> None:
         async with self._progress.step(f"joining Ray at {self._config.ray_address}"):
             await self._ray.start(self._config.start_timeout_s)
-        leftovers = self._ray.actors()
+        notes = {WorkerRef.parse(name): note for name, note in self._ray.notes().items()}
+        leftovers = {WorkerRef.parse(name): actor for name, actor in self._ray.actors().items()}
+        adopted = await asyncio.gather(*(self._adopt(ref, actor) for ref, actor in leftovers.items()))
+        kept = {ref for ref, is_adopted in zip(leftovers, adopted, strict=True) if is_adopted}
         async with asyncio.TaskGroup() as works:
             for work in (self._controller.run(), self._deaths.run()):
                 works.create_task(work)
-            for name, actor in leftovers.items():
-                works.create_task(self._end_leftover(WorkerRef.parse(name), actor))
+            for ref in (leftovers.keys() | notes.keys()) - kept:
+                works.create_task(self._end_leftover(ref, leftovers.get(ref), notes.get(ref)))
             self._keeping = True
 
-    async def _end_leftover(self, ref: WorkerRef, actor: Actor) -> None:
-        self._progress.say(f"{ref.worker_id} is of an earlier controller: ending it")
+    async def _adopt(self, ref: WorkerRef, actor: Actor) -> bool:
+        """Take over a worker that serves as one of ours would."""
+        role = dict(self._config.roles).get(ref.worker_id)
+        if role is None:
+            return False
         try:
+            found: ServingWorker | None = await actor.call("describe", timeout_s=LOCATE_TIMEOUT_S)
             location = await actor.call("locate", timeout_s=LOCATE_TIMEOUT_S)
         except ActorFailures:
+            return False
+        wanted = self._worker_config(ref, role)
+        if found is None or found.revision != SCHEMA_REVISION or replace(found.config, role=role) != wanted:
+            return False
+        if not self._controller.adopt(actor, location, found.info):
+            return False
+        self._progress.say(f"{ref} is of an earlier controller: taken over")
+        return True
+
+    async def _end_leftover(self, ref: WorkerRef, actor: Actor | None, note: bytes | None) -> None:
+        """What has no note was not located yet, so it was never told to start."""
+        if actor is not None:
+            self._progress.say(f"{ref} is of an earlier controller: ending it")
             actor.kill()
+        if note is None:
             return
-        actor.kill()
-        await self._burial.bury(ref, location)
+        if note != BURIED:
+            await self._burial.bury(ref, pickle.loads(note))
+        await self._died(ref)
+
+    async def _died(self, ref: WorkerRef) -> None:
+        """Reported from now on, by the next controller too."""
+        self._ray.note(str(ref), BURIED)
+        self._dead.append(ref)
+        if len(self._dead) > MAX_DEAD:
+            self._ray.forget(str(self._dead.popleft()))
         await self._deaths.died(ref)
 
     def _spawn(self, order: StartWorker) -> tuple[Actor, WorkerConfig]:
         ref, config = order.ref, self._config
         resource = RESOURCES[dict(config.roles)[ref.worker_id]]  # of its place, whatever it serves as
         actor = self._ray.create(WorkerActor, str(ref), self._hosts.worker, resource=resource)
-        return actor, worker_config(
-            config, ref.worker_id, ref.incarnation, order.role, router_addresses=config.registry_addresses
-        )
+        return actor, self._worker_config(ref, order.role)
+
+    def _worker_config(self, ref: WorkerRef, role: Role) -> WorkerConfig:
+        addresses = self._config.registry_addresses
+        return worker_config(self._config, ref.worker_id, ref.incarnation, role, router_addresses=addresses)
 
     def _heard(self, event: Event) -> None:
         match event:

@@ -28,6 +28,7 @@ OBJECT_STORE_BYTES: Final = 80 << 20  # nothing of ours lies there; 75 MiB is Ra
 ACTOR_CONCURRENCY: Final = 1000  # `watch` calls wait for as long as the actor lives
 
 NAMESPACE: Final = "tandem"
+NOTES: Final = b"tandem-actors"  # of Ray's key-value store, which lives as long as its other tables
 RETRY_S: Final = 1.0
 STOP_TIMEOUT_S: Final = 15.0
 
@@ -62,6 +63,19 @@ def this_host() -> str:
     import ray
 
     return str(ray.get_runtime_context().get_node_id())
+
+
+def note_this_actor(note: bytes) -> None:
+    """Keep a note on this actor, by its name, for longer than it lives."""
+    import ray
+
+    _note(str(ray.get_runtime_context().get_actor_name()), note)
+
+
+def _note(name: str, note: bytes) -> None:
+    from ray.experimental.internal_kv import _internal_kv_put
+
+    _internal_kv_put(name.encode(), note, namespace=NOTES)
 
 
 class Actor:
@@ -169,6 +183,23 @@ class RayRuntime:
             with contextlib.suppress(ValueError):  # it has just ended
                 found[name] = Actor(ray.get_actor(name))
         return found
+
+    def notes(self) -> dict[str, bytes]:
+        """On each actor that made one and was not forgotten, by name."""
+        from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_list
+
+        found = {key: _internal_kv_get(key, namespace=NOTES) for key in _internal_kv_list(b"", namespace=NOTES)}
+        return {key.decode(): note for key, note in found.items() if note is not None}
+
+    def note(self, name: str, note: bytes) -> None:
+        """Change the note on an actor."""
+        _note(name, note)
+
+    def forget(self, name: str) -> None:
+        """The note on an actor is not needed any more."""
+        from ray.experimental.internal_kv import _internal_kv_del
+
+        _internal_kv_del(name.encode(), namespace=NOTES)
 
     async def stop(self, timeout_s: float) -> bool:
         """End Ray and all actors, or leave a Ray that was joined; False when it has not ended in time. Harmless before

@@ -126,7 +126,10 @@ class Cluster:
 
     def all_connected(self) -> bool:
         """Each router sees each worker, connected to both others."""
-        seen = [router.workers().values() for router in (self.running, self.other_router)]
+        try:
+            seen = [router.workers().values() for router in (self.running, self.other_router)]
+        except grpc.RpcError:  # one has not started yet
+            return False
         return all(len(workers) == 3 and all(len(it.peers) == 2 for it in workers) for workers in seen)
 
     def explain(self) -> str:

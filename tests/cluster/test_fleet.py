@@ -241,3 +241,15 @@ def test_a_stop_takes_over_from_a_drain() -> None:
     assert DrainWorker(refs["decode-1"]) in fleet.step(StopAsked(), 2.0)
     fleet.drained(refs["decode-1"], Role.PREFILL, done=False)
     assert fleet.lives["decode-1"] is Life.DRAINING
+
+
+def test_a_worker_that_is_taken_over_is_watched_like_one_of_ours_and_not_started_twice() -> None:
+    fleet, old = make_fleet(), WorkerRef("decode-0", "of-before")
+    assert fleet.adopt(old, Role.PREFILL, 0.0)  # it had changed its role
+    assert fleet.role_of("decode-0") is Role.PREFILL and fleet.lives["decode-0"] is Life.READY
+    assert not fleet.adopt(WorkerRef("decode-0", "another"), Role.DECODE, 0.0)
+    assert not fleet.adopt(WorkerRef("decode-7", "a"), Role.DECODE, 0.0)
+    assert [ref.worker_id for ref in started(fleet.step(Wake(), 0.0))] == ["prefill-0"]
+    effects = fleet.step(WorkerDied(old, "killed"), 100.0)
+    assert ForgetWorker(old, "killed") in effects
+    assert [ref.worker_id for ref in started(effects)] == ["decode-0"]

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +78,8 @@ class Borrowed:
 @pytest.fixture
 def config(ray_runtime: RayRuntime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ClusterConfig:
     monkeypatch.setattr(RayRuntime, "joined", lambda _address: Borrowed(ray_runtime))
+    for name in ray_runtime.notes():  # of other tests' workers
+        ray_runtime.forget(name)
     # The tests' Ray has no custom resources; their placement: tests/acceptance/test_hosts.py.
     monkeypatch.setattr(host_controller, "RESOURCES", {Role.PREFILL: None, Role.DECODE: None})
     with socket.create_server(("127.0.0.1", 0)) as first, socket.create_server(("127.0.0.1", 0)) as second:
@@ -104,38 +109,74 @@ async def until(done: Any) -> None:
             await asyncio.sleep(0.05)
 
 
-async def test_a_new_controller_ends_what_the_last_one_left_and_tells_every_router(config: ClusterConfig) -> None:
+@asynccontextmanager
+async def controller(config: ClusterConfig) -> AsyncIterator[HostController]:
+    """One that is ready, and that dies at the end: nobody drains, nobody ends the workers."""
+    made = HostController(config, Progress(), STUBS)
+    running = asyncio.create_task(made.run(asyncio.Event()))
+
     async def ready() -> bool:
-        return await probe(config, "readyz") == 200
+        return running.done() or await probe(config, "readyz") == 200
 
-    stop = asyncio.Event()
-    async with router(config.registry_port, "first") as registry:
-        first = HostController(config, Progress(), STUBS)
-        running = asyncio.create_task(first.run(stop))
+    try:
         await until(ready)
+        assert not running.done(), running.result()
         assert await probe(config, "livez") == 200
-        left = {info.ref for info in first.workers.values()}
-        assert {ref.worker_id for ref in left} == {"prefill-0", "decode-0"}
-        running.cancel()  # it dies: nobody drains, nobody ends the workers
+        yield made
+    finally:
+        running.cancel()
         await asyncio.gather(running, return_exceptions=True)
-        assert await probe(config, "livez") == 0 and not registry.dead
+    assert await probe(config, "livez") == 0
 
-        second = HostController(config, Progress(), STUBS)
-        running = asyncio.create_task(second.run(stop))
-        await until(ready)
-        living = {info.ref for info in second.workers.values()}
-        assert len(living) == 2 and not living & left
 
-        async def told() -> bool:
-            return registry.dead == left
+def living(controller: HostController) -> set[WorkerRef]:
+    return {info.ref for info in controller.workers.values()}
 
-        await until(told)
-    async with router(config.registry_port, "second") as registry:
-        await until(told)
+
+async def heard(registry: Registry, dead: set[WorkerRef]) -> None:
+    async def told() -> bool:
+        return registry.dead == dead
+
+    await until(told)
+
+
+async def pid_of(runtime: RayRuntime, ref: WorkerRef) -> int:
+    return int(await runtime.actors()[str(ref)].call("ping", timeout_s=TIMEOUT_S))
+
+
+async def test_a_new_controller_takes_over_what_is_as_it_would_start_it_and_ends_the_rest(
+    config: ClusterConfig, ray_runtime: RayRuntime
+) -> None:
+    async with router(config.registry_port, "first") as registry:
+        async with controller(config) as first:
+            before = living(first)
+            assert {ref.worker_id for ref in before} == {"prefill-0", "decode-0"}
+        async with controller(config) as second:
+            assert living(second) == before and not registry.dead
+            (decode,) = (ref for ref in before if ref.worker_id == "decode-0")
+            os.kill(await pid_of(ray_runtime, decode), signal.SIGKILL)  # it is watched like one of its own
+            await heard(registry, {decode})
+        (prefill,) = before - {decode}
+        os.kill(await pid_of(ray_runtime, prefill), signal.SIGKILL)  # nobody watches
+        async with controller(config) as third:
+            await heard(registry, before)
+            after = living(third)
+            assert len(after) == 2 and not after & before
+        changed = replace(config, num_blocks=config.num_blocks + 1)
+        async with controller(changed) as fourth:
+            assert not living(fourth) & after
+            await heard(registry, before | after)
+            last = living(fourth)
+    stop = asyncio.Event()
+    async with router(config.registry_port, "second") as registry:  # which hears of all deaths, from a controller
+        fifth = HostController(changed, Progress(), STUBS)  # that saw none of them
+        running = asyncio.create_task(fifth.run(stop))
+        await heard(registry, before | after)
+        assert living(fifth) == last
         stop.set()
         async with asyncio.timeout(TIMEOUT_S):
             await running
-    assert await probe(config, "livez") == 0
+    assert ray_runtime.actors() == {}
 
 
 async def test_a_health_port_in_use_is_named_before_anything_starts(config: ClusterConfig) -> None:
