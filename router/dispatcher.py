@@ -49,14 +49,14 @@ FAILURES: Final = frozenset({FinishReason.ABORT, FinishReason.ERROR, FinishReaso
 class DispatcherConfig:
     """max_open_requests: most requests in any stage. queue_timeout_s: longest wait for ready workers, of a request that
     had its turn. tokens_ahead: prompt tokens that may be out for each worker, see router/admission/room.py.
-    max_attempts: plans that may fail in a row without a token. max_migrations: how often a request may lose the
-    workers that gave it tokens: one that kills them must not kill all. request_timeout_s: longest life of a request.
+    max_attempts: plans that may fail in a row without a token, while it was computed. max_migrations: how often it may
+    lose the workers that gave it tokens: one that kills them must not kill all. request_timeout_s: its longest life.
     local_prefill_cost: a prompt is computed on its decode worker when that gives its first token so many times sooner
     than the prefill workers would; inf: never while there are any."""
 
     max_open_requests: int = 4096
     queue_timeout_s: float = 30.0
-    max_attempts: int = 3
+    max_attempts: int = 5
     max_migrations: int = 16
     request_timeout_s: float = 1800.0
     local_prefill_cost: float = 2.0
@@ -189,7 +189,8 @@ class Dispatcher:
         effects: list[Effect] = []
         for leg in self._legs():
             if leg.stage not in (Stage.QUEUED, Stage.DONE) and leg.uses(worker):
-                effects += self._plan_again(leg, error, now)
+                computed = leg.is_computed_on(worker)
+                effects += self._plan_again(leg, error, now) if computed else self._move(leg, now)
         self.admission.workers_changed()
         return [*effects, *self._admit(now)]
 

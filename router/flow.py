@@ -109,6 +109,12 @@ class Leg:
             self.plan.decode == worker or (self.plan.prefill == worker and self.prefill_open)
         )
 
+    def is_computed_on(self, worker: WorkerRef) -> bool:
+        """It may be what ended that worker; one that only held blocks for it died of something else."""
+        if self.plan is None or self.stage not in (Stage.PREFILLING, Stage.DECODING):
+            return False
+        return worker == (self.plan.prefiller if self.prefill_open else self.plan.decode)
+
     def continued(self, queue_deadline_s: float) -> list[Leg]:
         """A leg for each choice that has not ended, from its latest token on."""
         return [

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.errors import BadRequest, Rejected, RejectReason, TransferFailed
+from core.errors import BadRequest, Rejected, RejectReason, TransferFailed, WorkerLost
 from core.handoff import HandoffTicket
 from core.membership import GivenWork, Role, WorkerInfo, WorkerLoad, WorkerRef
 from core.messages import (
@@ -458,6 +458,21 @@ def test_a_request_that_kills_every_worker_ends() -> None:
             item = next(iter(starts(effects + joined)), item)
         assert kills == most
         cluster.assert_idle()
+
+
+def test_a_request_is_not_blamed_for_workers_that_did_not_compute_it() -> None:
+    """However often: before the reserve is answered, and while its prompt is computed elsewhere."""
+    cluster = Cluster("p1", "d1", max_attempts=1)
+    [reserve] = commands(cluster.submit(placement=Placement.REMOTE))
+    for life in range(2, 8):
+        if life % 2:
+            cluster.reserved(reserve.handoff_id)
+        lost = cluster.dispatcher.worker_lost(cluster.refs["d1"], 0.0)
+        assert not any(isinstance(effect, Fail) for effect in lost)
+        [reserve] = commands(cluster.join("d1", life=str(life)))
+    cluster.reserved(reserve.handoff_id)
+    assert isinstance(failure(cluster.dispatcher.worker_lost(cluster.refs["p1"], 0.0)), WorkerLost)
+    cluster.assert_idle()
 
 
 def test_a_prefill_worker_lost_after_its_first_token_ends_nothing() -> None:
