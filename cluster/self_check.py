@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import aiohttp
 
+from cluster.api_key import key_headers
 from cluster.status_client import fetch_status
 from core.errors import TandemError
 
@@ -153,7 +154,7 @@ def _lane(status: Any) -> str:
 
 
 def _session() -> aiohttp.ClientSession:
-    return aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S))
+    return aiohttp.ClientSession(headers=key_headers(), timeout=aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S))
 
 
 def _read_answer(reply: dict[str, Any]) -> Answer:

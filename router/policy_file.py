@@ -58,14 +58,7 @@ def parse_policy(text: str) -> Policy:
 
 def read_policy(file: Path) -> Policy:
     """Raises: BadRequest: it cannot be read, or as parse_policy."""
-    try:
-        with file.open("rb") as handle:
-            raw = handle.read(MAX_FILE_BYTES + 1)
-        if len(raw) > MAX_FILE_BYTES:
-            raise BadRequest(POLICY, f"{file} is longer than {MAX_FILE_BYTES} bytes")
-        return parse_policy(raw.decode())
-    except (OSError, UnicodeDecodeError) as error:
-        raise BadRequest(POLICY, f"{file} cannot be read: {error}") from error
+    return parse_policy(_contents(file))
 
 
 async def follow_policy(
@@ -73,27 +66,45 @@ async def follow_policy(
 ) -> None:
     """Apply what the file says each time that this changes; runs until cancelled.
 
-    It is read whole each time: an update of a ConfigMap changes neither its path nor, always, its time. What was read
-    must be read twice: half of a file that is being written may be a policy too, one without keys.
+    Its contents are compared: an update of a ConfigMap changes neither its path nor, always, its time. And they must be
+    found twice: half of a file that is being written may be a policy too, one without keys.
     """
-    known: Policy | str | None = None
-    last: Policy | str | None = None
+    known: str | None = None
+    last: str | None = None
     while True:
-        last, found = await asyncio.to_thread(_policy_or_complaint, file), last
-        if last == found != known:
-            known = found
-            if isinstance(found, Policy):
-                apply(found)
+        found = await asyncio.to_thread(_contents_or_complaint, file)
+        if str(found) == last != known:
+            known = last
+            try:
+                apply(await _parse(found))
                 metrics.applied()
                 log_state(logger, state="policy_applied", file=file)
-            else:
+            except BadRequest as error:
                 metrics.refused()
-                log_state(logger, logging.WARNING, state="policy_refused", file=file, reason=found)
+                log_state(logger, logging.WARNING, state="policy_refused", file=file, reason=error)
+        last = str(found)
         await asyncio.sleep(interval_s)
 
 
-def _policy_or_complaint(file: Path) -> Policy | str:
+async def _parse(found: str | BadRequest) -> Policy:
+    if isinstance(found, BadRequest):
+        raise found
+    return await asyncio.to_thread(parse_policy, found)
+
+
+def _contents_or_complaint(file: Path) -> str | BadRequest:
     try:
-        return read_policy(file)
+        return _contents(file)
     except BadRequest as error:
-        return str(error)
+        return error
+
+
+def _contents(file: Path) -> str:
+    try:
+        with file.open("rb") as handle:
+            raw = handle.read(MAX_FILE_BYTES + 1)
+        if len(raw) > MAX_FILE_BYTES:
+            raise BadRequest(POLICY, f"{file} is longer than {MAX_FILE_BYTES} bytes")
+        return raw.decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadRequest(POLICY, f"{file} cannot be read: {error}") from error

@@ -9,6 +9,7 @@ import urllib.parse
 from collections.abc import Iterator
 from typing import Any, Final
 
+from cluster.api_key import VARIABLE, key_headers
 from core.errors import TandemError
 
 TIMEOUT_S: Final = 120.0  # between two pieces of an answer
@@ -24,7 +25,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Add `chat`."""
     text = "talk to a running cluster"
     parser = commands.add_parser(
-        "chat", help=text, description=f"{text.capitalize()}. Without --message: line by line, until an empty line."
+        "chat",
+        help=text,
+        description=f"{text.capitalize()}. Without --message: line by line, until an empty line. {VARIABLE} in the "
+        "environment is the key, where one is needed.",
     )
     parser.add_argument("--message", metavar="TEXT", help="ask this one thing, print the answer, end")
     parser.add_argument("--system", metavar="TEXT", help="the system message (default: the model's own)")
@@ -113,8 +117,9 @@ class _Reply:
 
     def __enter__(self) -> _Reply:
         method, path, body = self._request
+        headers = {"Content-Type": "application/json"} if body else {}
         try:
-            self._connection.request(method, path, body, {"Content-Type": "application/json"} if body else {})
+            self._connection.request(method, path, body, {**headers, **key_headers()})
             self._response = self._connection.getresponse()
         except (OSError, http.client.HTTPException) as error:
             raise ChatFailed(f"{self._url}: {error}") from None

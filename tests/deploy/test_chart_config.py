@@ -11,6 +11,7 @@ import yaml
 
 from cluster.config import ClusterConfig
 from cluster.settings import load_cluster_config
+from router.policy_file import parse_policy
 from tests.deploy.chart import cases, of_kind, render
 
 CASES: Final = cases()
@@ -48,6 +49,16 @@ def test_every_field_is_a_value_or_worked_out_by_the_chart() -> None:
 def test_large_numbers_stay_whole_numbers(tmp_path: Path) -> None:
     """Helm reads numbers as floats: 2097152 must not become 2.097152e+06."""
     assert config_of(render({"config": {"num_blocks": 2097152}}), tmp_path).num_blocks == 2097152
+
+
+def test_the_policy_is_one_and_a_change_of_it_restarts_nothing() -> None:
+    tenants = {"acme": {"keys_sha256": ["ab" * 32], "weight": 2}}
+    values = {"router": {"policy": {"admission": {"tenants": tenants}}}}
+    (config,) = [item for item in of_kind(render(values), "ConfigMap") if "policy.yaml" in item["data"]]
+    policy = parse_policy(config["data"]["policy.yaml"])
+    assert policy.admission.tenant("acme").weight == 2
+    deployments = [of_kind(render(each), "Deployment") for each in (values, {})]
+    assert deployments[0] == deployments[1] != of_kind(render({"config": {"num_blocks": 7}}), "Deployment")
 
 
 def test_a_wanted_worker_has_a_pod(tmp_path: Path) -> None:
