@@ -62,8 +62,10 @@ class Cluster:
         self._etc_hosts = etc_hosts
         self._names_before = etc_hosts.read_text()
         self._objects = render(merged(PLAIN, VALUES))
-        self._settings = self._read_settings() | {"model_folder": str(model), "model_name": model.name}
-        self._config = folder / "config.yaml"
+        (self._mounted,) = [item["data"] for item in of_kind(self._objects, "ConfigMap")]
+        self._config, self._policy = folder / "config.yaml", folder / "policy.yaml"
+        here = {"model_folder": str(model), "model_name": model.name, "policy_file": str(self._policy)}
+        self._settings: dict[str, Any] = yaml.safe_load(self._mounted["config.yaml"]) | here
         self.running, self.other_router = (
             RunningCluster(
                 f"http://{made[name].address}:{self._settings['http_port']}",
@@ -84,6 +86,7 @@ class Cluster:
     def start(self) -> None:
         """All containers of all pods; Ray's head alone at first: it gives up when a busy machine makes it wait."""
         self._config.write_text(yaml.safe_dump(self._settings))
+        self._policy.write_text(self._mounted["policy.yaml"])
         self.name(*PODS["router"])
         for pod in sorted(pods(self._objects), key=lambda pod: pod.component != "head"):
             # What is started on one host sees each other here.
@@ -118,11 +121,6 @@ class Cluster:
             "TANDEM_REDIS_URL": "",  # no index here
         }
         host.start(container["name"], command, environment)
-
-    def _read_settings(self) -> dict[str, Any]:
-        (text,) = [item["data"]["config.yaml"] for item in of_kind(self._objects, "ConfigMap")]
-        settings: dict[str, Any] = yaml.safe_load(text)
-        return settings
 
     def all_connected(self) -> bool:
         """Each router sees each worker, connected to both others."""
@@ -228,7 +226,7 @@ def test_the_loss_of_a_routers_host_costs_its_own_streams_alone(cluster: Cluster
     """Nobody says goodbye to the workers either: they free what it held once their connections to it are given up."""
     codes: list[grpc.StatusCode] = []
     num_chars: list[int] = []
-    lost = threading.Thread(target=grpc_stream, args=(cluster.other_router, codes, num_chars, 30.0))
+    lost = threading.Thread(target=grpc_stream, args=(cluster.other_router, codes, num_chars, 20.0))
     lost.start()
     wait_until(lambda: len(num_chars) > 5, 60.0)
     before = incarnations(cluster.running)
