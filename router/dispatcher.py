@@ -35,7 +35,6 @@ from core.messages import (
 )
 from core.request import FinishReason, GenerateRequest, Placement, TokenDelta
 from router.admission.admission import Admission
-from router.admission.fair_line import Waiting
 from router.admission.policy import AdmissionPolicy
 from router.drain import must_leave
 from router.flow import Flow, Leg, Output, Stage
@@ -148,7 +147,8 @@ class Dispatcher:
         max_wait_s = self.admission.max_wait_s(request)
         flow.legs.append(Leg(flow, request, tuple(range(request.num_choices)), now + max_wait_s))
         self._flows[request.request_id] = flow
-        return [*self._shed(shed, now), *self._admit(now)]
+        effects = [] if shed is None else self._fail(self._flows[shed.request_id], shed.error, now)
+        return [*effects, *self._admit(now)]
 
     def cancel(self, request_id: str, now: float) -> list[Effect]:
         """The client left, or has what it wanted. Unknown ids are ignored."""
@@ -204,7 +204,8 @@ class Dispatcher:
         effects = self._leave_draining(now)
         for flow in list(self._flows.values()):
             if any(leg.stage is Stage.QUEUED and now >= leg.queue_deadline_s for leg in flow.legs):
-                effects += self._fail(flow, self._waited_too_long(flow, now), now)
+                error = self.admission.waited_too_long(flow.request.request_id, now - flow.arrived_s)
+                effects += self._fail(flow, error, now)
             elif now >= flow.deadline_s:
                 message = f"not done within {self._config.request_timeout_s} s"
                 effects += self._fail(flow, Rejected(RejectReason.TIMEOUT, message), now)
@@ -217,20 +218,6 @@ class Dispatcher:
             (leg,) = self._flows[request_id].legs
             effects += self._plan(leg, now)
         return effects
-
-    def _shed(self, waiting: Waiting | None, now: float) -> list[Effect]:
-        if waiting is None:
-            return []
-        message = "the queue is full, and others go before it"
-        error = Rejected(RejectReason.SHED, message, self.admission.retry_after_s())
-        return self._fail(self._flows[waiting.request_id], error, now)
-
-    def _waited_too_long(self, flow: Flow, now: float) -> Rejected:
-        waited = f"within {now - flow.arrived_s:.0f} s"
-        if flow.request.request_id in self.admission.line and self._view.has_ready(Role.DECODE):
-            message = f"its turn did not come {waited}"
-            return Rejected(RejectReason.QUEUE_TIMEOUT, message, self.admission.retry_after_s())
-        return Rejected(RejectReason.NO_WORKER, f"no worker became ready {waited}")
 
     def _leave_draining(self, now: float, unbegun: frozenset[str] = frozenset()) -> list[Effect]:
         """Move what must leave, as far as there is another worker for it."""

@@ -9,9 +9,11 @@ A request that goes on elsewhere passes by all of this but 3: it had its turn.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Final
 
 from core.errors import Rejected, RejectReason
+from core.membership import Role
 from core.request import GenerateRequest
 from router.admission.fair_line import Waiting
 from router.admission.forecast import DrainRate, ExpectedCost
@@ -23,6 +25,14 @@ from router.view import ClusterView
 RECOUNT_S: Final = 0.05  # with 1,000 workers counting them all takes longer than a decision may
 LEAST_RETRY_S: Final = 1.0
 MOST_RETRY_S: Final = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Shed:
+    """One that waited, and is turned away for another."""
+
+    request_id: str
+    error: Rejected
 
 
 class Admission:
@@ -46,8 +56,8 @@ class Admission:
     def policy(self, policy: AdmissionPolicy) -> None:
         self.line.policy = policy
 
-    def enter(self, request: GenerateRequest, now: float, max_ttft_s: float | None = None) -> Waiting | None:
-        """Queue a request. max_ttft_s: what its caller says. Returns: one that makes room for it: it is turned away.
+    def enter(self, request: GenerateRequest, now: float, max_ttft_s: float | None = None) -> Shed | None:
+        """Queue a request. max_ttft_s: what its caller says. Returns: one that makes room for it.
 
         Raises: Rejected: with the time after which its place is likely to be free.
         """
@@ -58,12 +68,17 @@ class Admission:
         except Rejected as error:
             raise Rejected(error.reason, error.message, self.retry_after_s()) from error
         self._drain.waiting(now)
-        return shed
+        if shed is None:
+            return None
+        message = "the queue is full, and others go before it"
+        return Shed(shed.request_id, Rejected(RejectReason.SHED, message, self.retry_after_s()))
 
     def next(self, now: float) -> str | None:
         """The request whose turn it is, by id; None: nobody waits, or the workers have enough."""
+        if not self.line:
+            return None
         tokens_ahead = self.policy.queue.tokens_ahead or self._tokens_ahead
-        if not self.line or not self._count(now).has_room(self.out, tokens_ahead):
+        if not self._count(now).has_room(self.out, tokens_ahead):
             return None
         item = self.line.pop(now)
         self._drain.served(item.cost, now, more=bool(self.line))
@@ -73,6 +88,13 @@ class Admission:
         """It is over, or does not wait any longer."""
         self.line.remove(request_id)
         self._drain.served(0, now, more=bool(self.line))
+
+    def waited_too_long(self, request_id: str, waited_s: float) -> Rejected:
+        """Why a request that waited for its turn, or for workers after it, is turned away."""
+        if request_id in self.line and self._view.has_ready(Role.DECODE):
+            message = f"its turn did not come within {waited_s:.0f} s"
+            return Rejected(RejectReason.QUEUE_TIMEOUT, message, self.retry_after_s())
+        return Rejected(RejectReason.NO_WORKER, f"no worker became ready within {waited_s:.0f} s")
 
     def max_wait_s(self, request: GenerateRequest) -> float:
         return self.policy.queue.band(band_of(request)).max_wait_s

@@ -26,6 +26,7 @@ from core.messages import (
     StepOutput,
 )
 from core.request import FinishReason, GenerateRequest, Placement, SamplingParams, StopConditions, TokenDelta
+from router.admission.room import PromptsOut
 from router.dispatcher import Deliver, Dispatcher, DispatcherConfig, Effect, Fail, Planned, Send
 from router.policy.choose import PlanReason
 from router.view import ClusterView
@@ -71,6 +72,9 @@ class Cluster:
     def assert_idle(self) -> None:
         assert self.dispatcher.num_open == 0
         assert self.dispatcher._attempts == {}
+        admission = self.dispatcher.admission
+        assert (len(admission.line), admission.line.backlog, admission.out) == (0, 0, PromptsOut())
+        assert self.dispatcher.num_queued == 0
         for worker in self.view.workers():
             assert (worker.open_requests, worker.open_tokens, worker.prefills.num_tokens) == (0, 0, 0)
 
