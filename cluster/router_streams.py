@@ -9,26 +9,34 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import Iterable
+from typing import Final
 
+from cluster.cache_feed import CacheFeed
+from core.identity import pack_keys
 from core.membership import NOTHING_GIVEN, GivenWork, WorkerLoad
 from core.messages import Answer, Refused, ReserveBlocks, Reserved, StartGeneration, StartPrefill, StepOutput
 from core.request import TokenDelta
+from engine.block_pool import BlockPool, CacheChanges
+
+MAX_UNREAD: Final = 1024  # messages: a router that leaves so many unread is told of the cache again when it reads
 
 
 class RouterStream:
-    """One router's open stream: its outbox, and the requests that came over it."""
+    """One router's open stream: its outbox, the requests that came over it, and what it knows of the cache."""
 
     def __init__(self, router_id: str) -> None:
         self.router_id = router_id
         self.outbox: asyncio.Queue[Answer | None] = asyncio.Queue()  # None: nothing more is said
         self.requests: dict[str, GivenWork] = {}
         self.work = NOTHING_GIVEN  # all of them
+        self.feed = CacheFeed()
 
 
 class RouterStreams:
-    """All open streams of one worker."""
+    """All open streams of one worker, whose cache `pool` is."""
 
-    def __init__(self) -> None:
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
         self._streams: set[RouterStream] = set()
         self._owner: dict[str, RouterStream] = {}
         self._work = NOTHING_GIVEN
@@ -84,8 +92,14 @@ class RouterStreams:
                 for stream in self._streams:
                     stream.outbox.put_nowait(answer)
 
-    def step(self, deltas: Iterable[TokenDelta], load: WorkerLoad) -> None:
-        """One message to each stream: its requests' new tokens, the load, and what others have given."""
+    @property
+    def behind(self) -> bool:
+        """Some router does not know all of the cache yet: a step would tell it more."""
+        return any(stream.feed.behind for stream in self._streams)
+
+    def step(self, deltas: Iterable[TokenDelta], load: WorkerLoad, changes: CacheChanges) -> None:
+        """One message to each stream: its requests' new tokens, the load, what others have given, and the cache's
+        changes since the last step, which are encoded once."""
         shares: defaultdict[RouterStream, list[TokenDelta]] = defaultdict(list)
         for delta in deltas:
             owner = self._owner.get(delta.request_id)
@@ -94,8 +108,15 @@ class RouterStreams:
                 work = owner.requests[delta.request_id]
                 if work.prompt_tokens:  # its first token is here
                     self._count(owner, delta.request_id, GivenWork(1, work.num_tokens))
+        stored, evicted = pack_keys(changes.stored), pack_keys(changes.evicted)
         for stream in self._streams:
-            stream.outbox.put_nowait(StepOutput(tuple(shares.get(stream, ())), load, self._work - stream.work))
+            cache = None
+            if stream.outbox.qsize() < MAX_UNREAD:
+                cache = stream.feed.next(stored, evicted, self._pool)
+            elif stored or evicted:
+                stream.feed.begin_again()
+            others = self._work - stream.work
+            stream.outbox.put_nowait(StepOutput(tuple(shares.get(stream, ())), load, others, cache))
 
     def _count(self, stream: RouterStream, request_id: str, work: GivenWork) -> None:
         change = work - stream.requests.get(request_id, NOTHING_GIVEN)

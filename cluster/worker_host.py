@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Final
 
@@ -40,10 +41,11 @@ from core.messages import (
     Refused,
     RefuseReason,
     ReserveBlocks,
+    ResyncCache,
     StartGeneration,
     StartPrefill,
 )
-from core.request import Grammar
+from core.request import Grammar, TokenDelta
 from decode_worker.service import DecodeService
 from decode_worker.session import DecodeConfig, DecodeSession
 from engine.loop import EngineLoop, StepReport
@@ -121,7 +123,7 @@ class WorkerHost:
     def _build_transfer(self) -> None:
         config, engine = self._config, self._engine
         self._transfer = build_transfer(config, self._ref, engine, self._handoff_ended, self._broken)
-        self._streams = RouterStreams()
+        self._streams = RouterStreams(engine.pool)
         transport, driver = self._transfer.transport, self._transfer.driver
         self._peers = Peers(transport.describe(), driver, self._streams.send, self._tasks.spawn)
         url, digest = config.redis_url, engine.identity.digest()
@@ -190,6 +192,9 @@ class WorkerHost:
             case PeerDead(worker):
                 self._tasks.spawn(self._peers.dead(worker))
                 self._tasks.spawn(self._index.purge(worker))
+            case ResyncCache():
+                stream.feed.begin_again()
+                self._say(())
             case CancelRequest(request_id):
                 self._role.service.command(command)
                 self._streams.disown(request_id)
@@ -224,12 +229,10 @@ class WorkerHost:
 
     def _stepped(self, progress: list[Progress], report: StepReport) -> None:
         self._metrics.step_done(report.duration_s, report.prefill_tokens, report.decode_tokens)
-        deltas = self._role.service.stepped(progress)
-        self._streams.step(deltas, self._engine.scheduler.load())
+        self._say(self._role.service.stepped(progress))
         for item in progress:
             if item.ended:
                 self._streams.disown(item.request_id)
-        self._publish()
 
     def _handoff_ended(self, outcome: Outcome) -> None:
         self._role.service.handoff_ended(outcome)
@@ -240,14 +243,13 @@ class WorkerHost:
     def _introduce(self) -> None:
         """To a router whose stream has opened."""
         self._streams.send(self._role.state(time.monotonic()))
-        self._say_load()
+        self._say(())
 
-    def _say_load(self) -> None:
-        self._streams.step((), self._engine.scheduler.load())
-
-    def _publish(self) -> None:
-        """Tell the shared index what became findable here and what ceased to be."""
+    def _say(self, deltas: Iterable[TokenDelta]) -> None:
+        """Tell every router its tokens and the load; and routers and the shared index what became findable here and
+        what ceased to be."""
         changes = self._engine.pool.take_changes()
+        self._streams.step(deltas, self._engine.scheduler.load(), changes)
         if changes.stored:
             self._tasks.spawn(self._index.announce(changes.stored))
         if changes.evicted:
@@ -261,10 +263,9 @@ class WorkerHost:
             await asyncio.sleep(TICK_INTERVAL_S)
             self._transfer.driver.tick()
             self._role.service.tick()
-            self._publish()
-            if time.monotonic() >= load_at_s:
+            if time.monotonic() >= load_at_s or self._streams.behind or self._engine.pool.has_changes:
                 load_at_s = time.monotonic() + ANNOUNCE_INTERVAL_S
-                self._say_load()
+                self._say(())
             if idle is bool(self._role.held()):
                 idle = not idle
                 if idle:

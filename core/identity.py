@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Final, NewType
 
@@ -17,6 +17,7 @@ from core.errors import PeerRefused
 
 BlockHash = NewType("BlockHash", bytes)  # 32 bytes
 
+KEY_BYTES: Final = 8  # of a routing key
 SCHEMA_REVISION: Final = 2  # raise it whenever a hand-off message or the meaning of a hash changes
 
 
@@ -67,16 +68,32 @@ def extend_hashes(
 ) -> Iterator[BlockHash]:
     """Hashes of the full blocks after the first `len(known)`, whose hashes are already known."""
     parent: bytes = known[-1] if known else root
+    before, between = _length(len(b"block")) + b"block" + _length(len(parent)), _length(4 * block_size)
+    pack = struct.Struct(f"<{block_size}I").pack
     for start in range(len(known) * block_size, len(token_ids) - block_size + 1, block_size):
-        block = token_ids[start : start + block_size]
-        parent = _tagged_sha256("block", parent, struct.pack(f"<{block_size}I", *block))
+        # _tagged_sha256("block", parent, the packed ids), in one call: a router hashes every prompt it sees
+        block = pack(*token_ids[start : start + block_size])
+        parent = hashlib.sha256(before + parent + between + block).digest()
         yield BlockHash(parent)
+
+
+def pack_keys(hashes: Iterable[BlockHash]) -> bytes:
+    """Routing keys of blocks, one after the other: the first 8 bytes of each hash.
+
+    A key says where a prefix probably is, never what is in a block: two blocks that share one cost a worse choice.
+    """
+    return b"".join([block_hash[:KEY_BYTES] for block_hash in hashes])
+
+
+def unpack_keys(packed: bytes) -> tuple[int, ...]:
+    """The keys as numbers. Raises: struct.error: not a whole number of keys."""
+    return struct.unpack(f"<{len(packed) // KEY_BYTES}Q", packed)
 
 
 def _tagged_sha256(tag: str, *parts: bytes) -> bytes:
     """SHA-256 of a tag and length-prefixed parts, so that no two different inputs share an encoding."""
-    digest = hashlib.sha256()
-    for part in (tag.encode(), *parts):
-        digest.update(struct.pack("<I", len(part)))
-        digest.update(part)
-    return digest.digest()
+    return hashlib.sha256(b"".join(_length(len(part)) + part for part in (tag.encode(), *parts))).digest()
+
+
+def _length(num_bytes: int) -> bytes:
+    return struct.pack("<I", num_bytes)

@@ -57,7 +57,12 @@ class PeerDead:
     worker: WorkerRef
 
 
-Command = StartGeneration | ReserveBlocks | StartPrefill | CancelRequest | PeerJoined | PeerDead
+@dataclass(frozen=True, slots=True)
+class ResyncCache:
+    """Cache events were missed: say all that is cached again."""
+
+
+Command = StartGeneration | ReserveBlocks | StartPrefill | CancelRequest | PeerJoined | PeerDead | ResyncCache
 
 
 # --- worker to router ---------------------------------------------------------------------------------------------
@@ -89,13 +94,29 @@ class Refused:
 
 
 @dataclass(frozen=True, slots=True)
+class CacheEvents:
+    """Which blocks became findable on a worker, and which ceased to be: advice for routing.
+
+    sequence: counts the events of one stream; after a gap what was said is no longer known to hold.
+    reset: nothing said before holds; all that is cached follows, as stored blocks of this and of later events.
+    stored, evicted: routing keys (core.identity.pack_keys); no key is in both.
+    """
+
+    sequence: int
+    stored: bytes
+    evicted: bytes
+    reset: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What one engine step drew, and how the worker's load is after it; once a second when idle. `others`: what other
-    routers than the one that is told have given the worker."""
+    """What one engine step drew, and how load and cache of the worker are after it; once a second when idle. `others`:
+    what other routers than the one that is told have given the worker. `cache`: None where it is as before."""
 
     deltas: tuple[TokenDelta, ...]
     load: WorkerLoad
     others: GivenWork = NOTHING_GIVEN
+    cache: CacheEvents | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -152,9 +152,17 @@ class BlockPool:
             self._free[block] = None
             self._free.move_to_end(block, last=False)
 
+    def is_cached(self, block_hash: BlockHash) -> bool:
+        return block_hash in self._cached
+
     def cached_hashes(self) -> tuple[BlockHash, ...]:
         """Every hash that is findable here now."""
         return tuple(self._cached)
+
+    @property
+    def has_changes(self) -> bool:
+        """Something became findable or ceased to be since `take_changes`."""
+        return bool(self._changes.stored or self._changes.evicted)
 
     def take_changes(self) -> CacheChanges:
         """What became findable or ceased to be since the last call."""

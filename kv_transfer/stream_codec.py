@@ -8,8 +8,10 @@ from tandem.v1 import worker_pb2 as pb
 
 from core.errors import BadRequest
 from core.handoff import HandoffTicket
+from core.identity import KEY_BYTES
 from core.messages import (
     Answer,
+    CacheEvents,
     CancelRequest,
     Command,
     Draining,
@@ -20,6 +22,7 @@ from core.messages import (
     RefuseReason,
     ReserveBlocks,
     Reserved,
+    ResyncCache,
     Serving,
     StartGeneration,
     StartPrefill,
@@ -59,6 +62,8 @@ def encode_command(command: Command) -> pb.ConnectRequest:
             return pb.ConnectRequest(peer_joined=pb.PeerJoined(worker=encode_info(worker)))
         case PeerDead(worker):
             return pb.ConnectRequest(peer_dead=pb.PeerDead(worker=encode_ref(worker)))
+        case ResyncCache():
+            return pb.ConnectRequest(resync_cache=pb.ResyncCache())
         case _:
             assert_never(command)
 
@@ -79,6 +84,8 @@ def decode_command(message: pb.ConnectRequest) -> Command:
             return PeerJoined(decode_info(message.peer_joined.worker))
         case "peer_dead":
             return PeerDead(decode_ref(message.peer_dead.worker))
+        case "resync_cache":
+            return ResyncCache()
         case kind:
             raise BadRequest("message", f"command {kind} is not known to this worker")
 
@@ -86,9 +93,13 @@ def decode_command(message: pb.ConnectRequest) -> Command:
 def encode_answer(answer: Answer) -> pb.ConnectResponse:
     """Worker to router."""
     match answer:
-        case StepOutput(deltas, load, others):
-            deltas_out = [encode_delta(delta) for delta in deltas]
-            step = pb.StepOutput(deltas=deltas_out, load=encode_load(load), others=encode_work(others))
+        case StepOutput(deltas, load, others, cache):
+            step = pb.StepOutput(
+                deltas=[encode_delta(delta) for delta in deltas],
+                load=encode_load(load),
+                others=encode_work(others),
+                cache=None if cache is None else _encode_cache(cache),
+            )
             return pb.ConnectResponse(step=step)
         case Reserved(request_id, ticket):
             return pb.ConnectResponse(reserved=pb.Reserved(request_id=request_id, ticket=_encode_ticket(ticket)))
@@ -106,11 +117,13 @@ def encode_answer(answer: Answer) -> pb.ConnectResponse:
 
 
 def decode_answer(message: pb.ConnectResponse) -> Answer:
-    """Raises BadRequest: a kind, a reason or a role that this revision does not know."""
+    """Raises BadRequest: a kind, a reason or a role that this revision does not know, or half a key."""
     match message.WhichOneof("message"):
         case "step":
-            deltas = tuple(decode_delta(delta) for delta in message.step.deltas)
-            return StepOutput(deltas, decode_load(message.step.load), decode_work(message.step.others))
+            step = message.step
+            deltas = tuple(decode_delta(delta) for delta in step.deltas)
+            cache = _decode_cache(step.cache) if step.HasField("cache") else None
+            return StepOutput(deltas, decode_load(step.load), decode_work(step.others), cache)
         case "reserved":
             return Reserved(message.reserved.request_id, _decode_ticket(message.reserved.ticket))
         case "refused":
@@ -125,6 +138,17 @@ def decode_answer(message: pb.ConnectResponse) -> Answer:
             return Serving(decode_role(message.serving.role))
         case kind:
             raise BadRequest("message", f"answer {kind} is not known to this router")
+
+
+def _encode_cache(events: CacheEvents) -> pb.CacheEvents:
+    return pb.CacheEvents(sequence=events.sequence, stored=events.stored, evicted=events.evicted, reset=events.reset)
+
+
+def _decode_cache(message: pb.CacheEvents) -> CacheEvents:
+    for field in ("stored", "evicted"):
+        if len(getattr(message, field)) % KEY_BYTES:
+            raise BadRequest(f"cache.{field}", f"must hold whole keys of {KEY_BYTES} bytes")
+    return CacheEvents(message.sequence, message.stored, message.evicted, message.reset)
 
 
 def _encode_ticket(ticket: HandoffTicket) -> pb.HandoffTicket:

@@ -13,11 +13,13 @@ the lost worker would have drawn. A draining worker's requests leave it in the s
 from __future__ import annotations
 
 import itertools
+import random
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final, assert_never
 
 from core.errors import BadRequest, Rejected, RejectReason, TandemError, TransferFailed, WorkerLost
-from core.membership import Role, WorkerRef
+from core.membership import Life, Role, WorkerRef
 from core.messages import (
     Answer,
     CancelRequest,
@@ -28,6 +30,7 @@ from core.messages import (
     RefuseReason,
     ReserveBlocks,
     Reserved,
+    ResyncCache,
     Serving,
     StartGeneration,
     StartPrefill,
@@ -38,7 +41,9 @@ from router.admission.admission import Admission
 from router.admission.policy import AdmissionPolicy
 from router.drain import must_leave
 from router.flow import Flow, Leg, Output, Stage
-from router.policy.choose import Plan, choose, filter_fitting
+from router.policy.breaker import Breakers
+from router.policy.choose import Ask, Plan, choose
+from router.policy.routing_policy import RoutingPolicy
 from router.view import ClusterView
 
 FAILURES: Final = frozenset({FinishReason.ABORT, FinishReason.ERROR, FinishReason.DEAD_END})
@@ -112,6 +117,9 @@ class Dispatcher:
         self._config = config
         self._view = view
         self._router_id = router_id
+        self.routing = RoutingPolicy()  # may be replaced at any moment; what is planned stays
+        self.breakers = Breakers()
+        self._rng = random.Random(router_id)
         self._serials = itertools.count(1)
         self._flows: dict[str, Flow] = {}  # by request id, in order of arrival
         self._attempts: dict[str, Leg] = {}  # by attempt id
@@ -126,9 +134,15 @@ class Dispatcher:
         return len(self.admission.line) + len({leg.flow.request.request_id for leg in self._stranded})
 
     def submit(
-        self, request: GenerateRequest, placement: Placement, now: float, max_ttft_s: float | None = None
+        self,
+        request: GenerateRequest,
+        placement: Placement,
+        now: float,
+        max_ttft_s: float | None = None,
+        keys: Sequence[int] = (),
     ) -> list[Effect]:
-        """Take a request. max_ttft_s: its caller would rather be refused than wait longer for the first token.
+        """Take a request. max_ttft_s: its caller would rather be refused than wait longer for the first token. keys: as
+        in router/policy/choose.py; without them its prompt is nowhere cached.
 
         Raises: Rejected: as Admission.enter, or as many are open as this router holds. BadRequest: the id is in use, or
             no worker's whole KV pool could hold the request.
@@ -138,12 +152,12 @@ class Dispatcher:
         if request.request_id in self._flows:
             raise BadRequest("request_id", f"{request.request_id} is in use by an open request")
         decodes = self._view.workers(Role.DECODE)
-        if decodes and not filter_fitting(decodes, request):
-            most_tokens = request.num_prompt_tokens + request.stop.max_tokens
+        most_tokens = request.num_prompt_tokens + request.stop.max_tokens
+        if decodes and all(worker.most_tokens < most_tokens for worker in decodes):
             raise BadRequest("max_tokens", f"prompt and output, {most_tokens} tokens, fit into no worker's KV pool")
         shed = self.admission.enter(request, now, max_ttft_s)
         outputs = [Output() for _ in range(request.num_choices)]
-        flow = Flow(request, placement, now, now + self._config.request_timeout_s, outputs)
+        flow = Flow(request, placement, keys, now, now + self._config.request_timeout_s, outputs)
         max_wait_s = self.admission.max_wait_s(request)
         flow.legs.append(Leg(flow, request, tuple(range(request.num_choices)), now + max_wait_s))
         self._flows[request.request_id] = flow
@@ -161,9 +175,11 @@ class Dispatcher:
 
     def _heard(self, worker: WorkerRef, answer: Answer, now: float) -> list[Effect]:
         match answer:
-            case StepOutput(deltas, load, others):
-                self._view.heard(worker, load, others)
-                return [effect for delta in deltas for effect in self._tokens(worker, delta, now)]
+            case StepOutput(deltas, load, others, cache):
+                self._view.heard(worker, load, others, now)
+                missed = self._view.heard_cache(worker, cache, now)
+                effects: list[Effect] = [Send(worker, ResyncCache())] if missed else []
+                return effects + [effect for delta in deltas for effect in self._tokens(worker, delta, now)]
             case Reserved():
                 return self._reserved(answer, now)
             case Refused():
@@ -183,8 +199,12 @@ class Dispatcher:
 
     def worker_lost(self, worker: WorkerRef, now: float) -> list[Effect]:
         """A worker is gone: what it held goes on elsewhere."""
-        if not self._view.lose(worker):
+        known = self._view.get(worker)
+        if known is None:
             return []
+        if known.life is not Life.DRAINING:
+            self.breakers.failed(worker.worker_id, now)
+        self._view.lose(worker)
         error = WorkerLost(worker.worker_id, "it died or its stream broke")
         effects: list[Effect] = []
         for leg in self._legs():
@@ -223,7 +243,7 @@ class Dispatcher:
         """Move what must leave, as far as there is another worker for it."""
         effects: list[Effect] = []
         for leg in must_leave(self._legs(), self._view, now, unbegun):
-            if self._choose(leg) is not None:
+            if self._choose(leg, now) is not None:
                 effects += self._move(leg, now)
         return effects
 
@@ -231,17 +251,21 @@ class Dispatcher:
         """In order of their requests' arrival."""
         return [leg for flow in self._flows.values() for leg in flow.legs]
 
-    def _choose(self, leg: Leg) -> Plan | None:
-        return choose(leg.request, leg.flow.placement, self._view, self._config.local_prefill_cost)
+    def _choose(self, leg: Leg, now: float) -> Plan | None:
+        ask = Ask(leg.request, leg.flow.placement, leg.flow.keys)
+        local_cost = self.routing.local_prefill_cost or self._config.local_prefill_cost
+        return choose(ask, self._view, self.routing, local_cost, now, self._rng, self.breakers.avoided(now))
 
     def _plan(self, leg: Leg, now: float) -> list[Effect]:
         flow = leg.flow
-        plan = self._choose(leg)
+        plan = self._choose(leg, now)
         if plan is None:
             self._stranded[leg] = None
             return []
         self._stranded.pop(leg, None)
         leg.plan = plan
+        for ref in plan.workers:
+            self.breakers.chosen(ref.worker_id, now)
         flow.num_plans += 1
         for output in leg.outputs:
             output.early.clear()
@@ -250,7 +274,7 @@ class Dispatcher:
         self._attempts[attempt_id] = leg
         num_tokens = leg.request.num_given_tokens
         self._view.assign(plan.decode, num_tokens)
-        self._view.prefills(plan.prefiller).begin(num_tokens)
+        self._view.begin_prefill(plan.prefiller, leg.computed_tokens)
         self.admission.out.begin(num_tokens)
         leg.prefill_open, leg.prefill_begun_s = True, now
         planned = Planned(flow.request.request_id, flow.num_plans, attempt_id, plan, now - flow.arrived_s)
@@ -280,6 +304,10 @@ class Dispatcher:
             case RefuseReason.NO_BLOCKS:
                 return self._fail(leg.flow, Rejected(RejectReason.QUEUE_TIMEOUT, answer.message), now)
             case RefuseReason.TRANSFER_FAILED:
+                for ref in (
+                    (worker,) if leg.plan is None else leg.plan.workers
+                ):  # one end does not know which one failed
+                    self.breakers.failed(ref.worker_id, now)
                 return self._plan_again(leg, TransferFailed(f"{worker}: {answer.message}"), now)
             case RefuseReason.DRAINING:
                 self._view.draining(worker)
@@ -298,8 +326,10 @@ class Dispatcher:
             leg.move(Stage.DECODING)
         if leg.prefill_open and leg.stage is Stage.DECODING and worker == (leg.plan.prefill or worker):
             computed_tokens = delta.usage.computed_tokens if delta.usage else leg.request.num_given_tokens
-            self._view.prefills(worker).learn(leg.prefill_begun_s, now, computed_tokens)
+            self._view.learn_pace(worker, leg.prefill_begun_s, now, computed_tokens)
             self._close_prefill(leg)
+        if delta.usage is not None:
+            self.breakers.succeeded(worker.worker_id)
         flow, choice = leg.flow, leg.choices[delta.choice]
         ready = flow.outputs[choice].take(delta)
         if not ready:
@@ -393,7 +423,7 @@ class Dispatcher:
         if not leg.prefill_open or leg.plan is None:
             return
         leg.prefill_open = False
-        self._view.prefills(leg.plan.prefiller).end(leg.request.num_given_tokens)
+        self._view.end_prefill(leg.plan.prefiller, leg.computed_tokens)
         placed = leg.plan.prefill is not None and leg.stage is not Stage.RESERVING
         self.admission.out.end(leg.request.num_given_tokens, placed=placed)
         if leg.plan.prefill is not None:

@@ -11,6 +11,7 @@ latest token on. A leg's stages:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Final
@@ -59,10 +60,12 @@ class Output:
 
 @dataclass(slots=True, eq=False)
 class Flow:
-    """An open request. `num_plans` and `num_migrations` count over all its legs."""
+    """An open request. `keys`: of its prompt's blocks (router/policy/choose.py). `num_plans` and `num_migrations` count
+    over all its legs."""
 
     request: GenerateRequest
     placement: Placement
+    keys: Sequence[int]
     arrived_s: float
     deadline_s: float
     outputs: list[Output]
@@ -93,6 +96,11 @@ class Leg:
         if to not in NEXT_STAGES[self.stage]:
             raise InvariantBroken(f"request {self.request.request_id}: {self.stage} -> {to} is not in the table")
         self.stage = to
+
+    @property
+    def computed_tokens(self) -> int:
+        """What the plan expects to be computed of the prompt."""
+        return 0 if self.plan is None else self.plan.scores[0].computed_tokens
 
     @property
     def outputs(self) -> list[Output]:

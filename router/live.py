@@ -19,6 +19,7 @@ from router.admission.policy import TenantPolicy
 from router.config import RouterConfig
 from router.dispatcher import Deliver, Dispatcher, Effect, Fail, Planned, Send
 from router.limiter import Limiter, OwnLimiter
+from router.policy.prompt_keys import prompt_keys
 from router.policy_file import Policy
 from router.shared_limits import SharedLimiter
 from router.view import ClusterView
@@ -64,6 +65,7 @@ class LiveDispatcher:
     def apply(self, policy: Policy) -> None:
         """What an operator says from now on; of what is open already nothing changes."""
         self._dispatcher.admission.policy = policy.admission
+        self._dispatcher.routing = policy.routing
 
     def state(self) -> RouterState:
         """For a scrape."""
@@ -77,6 +79,9 @@ class LiveDispatcher:
             workers=lives,
             held_blocks=sum(worker.load.used_blocks + worker.load.quarantined_blocks for worker in decodes),
             num_blocks=sum(worker.info.num_blocks for worker in decodes),
+            known_blocks=self.view.prefixes.num_keys,
+            cache_gaps=self.view.prefixes.num_gaps,
+            avoided_places=self._dispatcher.breakers.num_open,
             block_size=max((worker.info.block_size for worker in decodes), default=0),
         )
 
@@ -101,7 +106,8 @@ class LiveDispatcher:
         permit = await self._limiter.take(request.tenant, self._dispatcher.admission.expected.of(request))
         used_tokens = request.num_prompt_tokens
         try:
-            effects = self._dispatcher.submit(request, placement, time.monotonic(), max_ttft_s)
+            keys = await self._keys(request)
+            effects = self._dispatcher.submit(request, placement, time.monotonic(), max_ttft_s, keys)
             output: asyncio.Queue[TokenDelta | TandemError | None] = asyncio.Queue()
             self._outputs[request.request_id] = output
             try:
@@ -125,6 +131,18 @@ class LiveDispatcher:
         finally:
             self._limiter.give_back(permit, used_tokens)
 
+    async def _keys(self, request: GenerateRequest) -> list[int]:
+        """For routing by prefix. Long prompts are hashed in pieces, between which the loop serves others: a thread
+        would keep it waiting for the interpreter's lock, 5 ms at a time."""
+        keys: list[int] = []
+        workers = self.view.workers()
+        if workers:
+            for piece in prompt_keys(request, workers[0].info):
+                if keys:
+                    await asyncio.sleep(0)
+                keys += piece
+        return keys
+
     def announce(self, info: WorkerInfo, load: WorkerLoad) -> None:
         """A worker says that it lives. Raises BadRequest: it cannot belong to this cluster, or is reported dead."""
         worker = self.view.get(info.ref)
@@ -133,7 +151,7 @@ class LiveDispatcher:
             return
         if len(self.view.workers()) >= self._config.max_workers:
             raise BadRequest("worker", f"this router takes at most {self._config.max_workers} workers")
-        self.view.register(info)
+        self.view.register(info, time.monotonic())
         log_state(logger, worker_id=info.ref, state="starting", address=info.address)
         self._links[info.ref] = WorkerLink(
             info,
@@ -219,7 +237,8 @@ class LiveDispatcher:
                 case Fail(request_id, error):
                     self._put(request_id, error)
                 case Planned(request_id, attempt, attempt_id, plan, waited_s):
-                    self._metrics.planned(plan.reason, attempt, waited_s)
+                    best = plan.scores[0]
+                    self._metrics.planned(plan.reason, attempt, waited_s, best.hit_tokens, best.fetched_tokens)
                     log_state(
                         logger,
                         request_id=request_id,
@@ -228,6 +247,7 @@ class LiveDispatcher:
                         reason=plan.reason,
                         decode=plan.decode,
                         prefill=plan.prefill,
+                        scores="; ".join(map(str, plan.scores)),
                     )
 
     def _put(self, request_id: str, item: TokenDelta | TandemError | None) -> None:

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 
 from core.errors import BadRequest
 from router.admission.policy import AdmissionPolicy
+from router.policy.routing_policy import RoutingPolicy
 from router.strict import Strict, first_complaint
 from telemetry.logs import log_state
 from telemetry.metrics import PolicyMetrics
@@ -30,6 +31,7 @@ class Policy(Strict):
     """The whole file."""
 
     admission: AdmissionPolicy = AdmissionPolicy()
+    routing: RoutingPolicy = RoutingPolicy()
 
 
 class _OnceLoader(yaml.SafeLoader):

@@ -1,40 +1,80 @@
-"""What the router knows of its workers: who lives, how loaded each is, which pairs are warm. No clock, no socket."""
+"""What the router knows of its workers: who lives, how loaded each is, what it caches, which pairs are warm. No clock,
+no socket."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass, field, replace
 
 from core.errors import BadRequest
 from core.membership import NOTHING_GIVEN, GivenWork, Life, Role, WorkerInfo, WorkerLoad, WorkerRef, next_life
-from core.messages import PeerConnected
-from router.policy.decide import PrefillQueue
+from core.messages import CacheEvents, PeerConnected
+from router.policy.affinity import place_key
+from router.policy.prefill_queue import WEIGHT, PrefillQueue
+from router.prefix_view import PrefixView
 
 
 @dataclass(slots=True, eq=False)
 class WorkerView:
     """One incarnation. `open_requests` and `open_tokens` are what this router has given it and not got back yet:
     newer than any report, so that a burst of requests does not all go to one worker. `others`: the same of all other
-    routers, as the worker reports it. move_at_s: while it drains, when what still runs there is moved elsewhere."""
+    routers, as the worker reports it. move_at_s: while it drains, when what still runs there is moved elsewhere.
+
+    slot: a small number, nobody else's while it lives. heard_at_s: when it last reported.
+    prompt_tokens: left to compute, and kv_tokens: of open requests, whichever router gave them.
+    links: gigabytes/s of the warm KV paths, by the peer's slot.
+    """
 
     info: WorkerInfo
+    slot: int = 0
     life: Life = Life.STARTING
     load: WorkerLoad = field(default_factory=WorkerLoad)
     others: GivenWork = NOTHING_GIVEN
+    heard_at_s: float = 0.0
     open_requests: int = 0
     open_tokens: int = 0
     move_at_s: float = math.inf
     prefills: PrefillQueue = field(default_factory=PrefillQueue)
+    prompt_tokens: int = 0
+    kv_tokens: int = 0
     peers: dict[WorkerRef, PeerConnected] = field(default_factory=dict)
+    links: dict[int, float] = field(default_factory=dict)
+    linked: int = 0  # the same slots, as bits
+    capacity_tokens: int = field(init=False)
+    most_tokens: float = field(init=False)  # of a request that its pool could hold alone
+    place_key: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.capacity_tokens = self.info.num_blocks * self.info.block_size
+        self.most_tokens = math.inf if self.info.max_context_tokens <= self.capacity_tokens else self.capacity_tokens
+        self.place_key = place_key(self.ref.worker_id)
 
     @property
     def ref(self) -> WorkerRef:
         return self.info.ref
 
-    @property
-    def given_tokens(self) -> int:
-        """Of all requests open on it, whichever router gave them."""
-        return self.open_tokens + self.others.num_tokens
+    def link(self, slot: int, gbps: float) -> None:
+        self.links[slot] = gbps
+        self.linked |= 1 << slot
+
+    def unlink(self, slot: int) -> None:
+        self.links.pop(slot, None)
+        self.linked &= ~(1 << slot)
+
+    def weigh(self) -> None:
+        """After each change of what it has to do."""
+        self.prompt_tokens = self.prefills.num_tokens + self.others.prompt_tokens
+        self.kv_tokens = self.open_tokens + self.others.num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    """READY workers, listed once for all requests until one of them changes."""
+
+    workers: dict[Role, list[WorkerView]]
+    slots: dict[Role, int]
+    paired_decodes: list[WorkerView]
 
 
 class ClusterView:
@@ -43,8 +83,12 @@ class ClusterView:
     def __init__(self) -> None:
         self._workers: dict[WorkerRef, WorkerView] = {}
         self._dead: set[WorkerRef] = set()
+        self._slots: dict[int, WorkerView] = {}
+        self._ready: _Ready | None = None  # None: to be listed again, as a life or a path changed
+        self.prefixes = PrefixView()
+        self.usual_pace: float | None = None  # seconds per prompt token of a worker, as learnt from all
 
-    def register(self, info: WorkerInfo) -> WorkerView:
+    def register(self, info: WorkerInfo, now: float) -> WorkerView:
         """Take up a worker, one that we lost too: it has cancelled all that we gave it.
 
         Raises: BadRequest: it serves another model or layout than the others, or is reported dead.
@@ -56,16 +100,22 @@ class ClusterView:
                 raise BadRequest(
                     "worker.identity_digest", f"differs from that of {other.ref}: not the same model or KV"
                 )
-        worker = WorkerView(info)
-        self._workers[info.ref] = worker
+        slot = next(slot for slot in itertools.count() if slot not in self._slots)
+        worker = WorkerView(info, slot, heard_at_s=now)
+        self._workers[info.ref] = self._slots[slot] = worker
+        self.prefixes.join(slot, info.num_blocks)
         return worker
 
     def get(self, ref: WorkerRef) -> WorkerView | None:
         return self._workers.get(ref)
 
+    def at(self, slot: int) -> WorkerView:
+        return self._slots[slot]
+
     def ready(self, ref: WorkerRef) -> None:
         worker = self._workers[ref]
         worker.life = next_life(str(ref), worker.life, Life.READY)
+        self._ready = None
 
     def draining(self, ref: WorkerRef, move_at_s: float = math.inf) -> None:
         """It takes nothing new. A worker that is not known to be READY is left as it is."""
@@ -75,6 +125,7 @@ class ClusterView:
         worker.move_at_s = min(worker.move_at_s, move_at_s)
         if worker.life is Life.READY:
             worker.life = next_life(str(ref), worker.life, Life.DRAINING)
+            self._ready = None
 
     def serving(self, ref: WorkerRef, role: Role) -> None:
         """It takes work as `role`."""
@@ -85,40 +136,53 @@ class ClusterView:
         worker.move_at_s = math.inf
         if worker.life is Life.DRAINING:
             worker.life = next_life(str(ref), worker.life, Life.READY)
+        self._ready = None
 
     def lose(self, ref: WorkerRef) -> bool:
         """We do not reach this incarnation: nothing that we gave it is wanted any more. False: it was not known."""
         worker = self._workers.pop(ref, None)
+        if worker is None:
+            return False
+        del self._slots[worker.slot]
+        self.prefixes.leave(worker.slot)
+        self._ready = None
         for other in self._workers.values():
             other.peers.pop(ref, None)
-        return worker is not None
+            other.unlink(worker.slot)
+        return True
 
     def bury(self, ref: WorkerRef) -> None:
         """The process of this incarnation has ended: whoever calls itself so is refused from now on."""
         self._dead.add(ref)
 
-    def connected(self, ref: WorkerRef, link: PeerConnected) -> None:
-        """`ref` has a warm KV path to `link.peer`."""
-        worker = self._workers.get(ref)
-        if worker is not None and link.peer in self._workers:
-            worker.peers[link.peer] = link
-
-    def paired(self, one: WorkerRef, other: WorkerRef) -> bool:
-        """Both can push to and notify each other."""
-        first, second = self._workers.get(one), self._workers.get(other)
-        return first is not None and second is not None and other in first.peers and one in second.peers
-
-    def heard(self, ref: WorkerRef, load: WorkerLoad, others: GivenWork) -> None:
+    def heard(self, ref: WorkerRef, load: WorkerLoad, others: GivenWork, now: float) -> None:
         """What a worker says of itself, and of what other routers have given it."""
         worker = self._workers.get(ref)
         if worker is not None:
-            worker.load, worker.others = load, others
-            worker.prefills.others_tokens = others.prompt_tokens
+            worker.load, worker.others, worker.heard_at_s = load, others, now
+            worker.weigh()
+
+    def heard_cache(self, ref: WorkerRef, events: CacheEvents | None, now: float) -> bool:
+        """What a worker says that it caches; None: as before. True: ask it for a snapshot."""
+        worker = self._workers.get(ref)
+        return worker is not None and self.prefixes.hear(worker.slot, events, now)
+
+    def connected(self, ref: WorkerRef, link: PeerConnected) -> None:
+        """`ref` has a warm KV path to `link.peer`."""
+        worker, peer = self._workers.get(ref), self._workers.get(link.peer)
+        if worker is None or peer is None:
+            return
+        worker.peers[link.peer] = link
+        if ref in peer.peers:  # both can push to and notify each other
+            worker.link(peer.slot, link.probe_gbps)
+            peer.link(worker.slot, peer.peers[ref].probe_gbps)
+            self._ready = None
 
     def assign(self, ref: WorkerRef, num_tokens: int) -> None:
         worker = self._workers[ref]
         worker.open_requests += 1
         worker.open_tokens += num_tokens
+        worker.weigh()
 
     def unassign(self, ref: WorkerRef, num_tokens: int) -> None:
         """Take back an assignment; a worker that is gone took its own along."""
@@ -126,15 +190,56 @@ class ClusterView:
         if worker is not None:
             worker.open_requests -= 1
             worker.open_tokens -= num_tokens
+            worker.weigh()
 
-    def prefills(self, ref: WorkerRef) -> PrefillQueue:
-        """The prompts under way on a worker; of one that is gone, an empty queue that nobody reads."""
+    def begin_prefill(self, ref: WorkerRef, num_tokens: int) -> None:
+        """A prompt of which a worker has to compute so many tokens is on its way there."""
+        worker = self._workers[ref]
+        worker.prefills.begin(num_tokens)
+        worker.weigh()
+
+    def end_prefill(self, ref: WorkerRef, num_tokens: int) -> None:
+        """A prompt is computed, or will not be; a worker that is gone took its own along."""
         worker = self._workers.get(ref)
-        return PrefillQueue() if worker is None else worker.prefills
+        if worker is not None:
+            worker.prefills.end(num_tokens)
+            worker.weigh()
+
+    def learn_pace(self, ref: WorkerRef, begun_s: float, now: float, computed_tokens: int) -> None:
+        """As PrefillQueue.learn."""
+        worker = self._workers.get(ref)
+        if worker is None:
+            return
+        worker.prefills.learn(begun_s, now, computed_tokens)
+        pace = worker.prefills.seconds_per_token
+        if pace is not None:
+            usual = pace if self.usual_pace is None else self.usual_pace
+            self.usual_pace = usual + WEIGHT * (pace - usual)
 
     def workers(self, role: Role | None = None) -> list[WorkerView]:
         """In the order in which they registered."""
         return [worker for worker in self._workers.values() if role is None or worker.info.role is role]
 
+    def ready_workers(self, role: Role) -> list[WorkerView]:
+        """In the order in which they registered. Not to be changed."""
+        return self._listed().workers[role]
+
+    def ready_slots(self, role: Role) -> int:
+        """The same, as bits."""
+        return self._listed().slots[role]
+
+    def ready_decodes_paired(self) -> list[WorkerView]:
+        """Those with a warm path to and from a ready prefill worker."""
+        return self._listed().paired_decodes
+
+    def _listed(self) -> _Ready:
+        if self._ready is None:
+            ready = [worker for worker in self._workers.values() if worker.life is Life.READY]
+            workers = {role: [worker for worker in ready if worker.info.role is role] for role in Role}
+            slots = {role: sum(1 << worker.slot for worker in workers[role]) for role in Role}
+            paired = [worker for worker in workers[Role.DECODE] if worker.linked & slots[Role.PREFILL]]
+            self._ready = _Ready(workers, slots, paired)
+        return self._ready
+
     def has_ready(self, role: Role) -> bool:
-        return any(worker.life is Life.READY for worker in self.workers(role))
+        return bool(self.ready_workers(role))

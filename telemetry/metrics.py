@@ -96,6 +96,13 @@ class VllmRouterMetrics:
         self._success.labels(self._model_name, reason).inc()
 
 
+class HitTier(StrEnum):
+    """Where a prompt's beginning is cached, seen from the worker that computes the rest."""
+
+    DEVICE = "device"  # in its own KV pool
+    PEER = "peer"  # in another worker's, which pushes it
+
+
 class RoutingMetrics:
     """What the dispatcher counts: why each prompt is prefilled where it is, how long requests waited for workers."""
 
@@ -104,6 +111,12 @@ class RoutingMetrics:
         self._replans = Counter(
             "tandem_router_replans_total", "Plans after a first one that came to nothing.", registry=registry
         )
+        self._hit_tokens = Counter(
+            "tandem_router_hit_tokens_total",
+            "Prompt tokens that plans found cached, by where.",
+            ["tier"],
+            registry=registry,
+        )
         self._queue_s = Histogram(
             "tandem_router_queue_seconds", "Arrival to first plan.", buckets=TTFT_BUCKETS_S, registry=registry
         )
@@ -111,9 +124,12 @@ class RoutingMetrics:
             "tandem_router_workers_lost_total", "Workers given up or dead.", ["role"], registry=registry
         )
 
-    def planned(self, reason: str, attempt: int, waited_s: float) -> None:
-        """Count a plan; `attempt` is 1 for a request's first one."""
+    def planned(self, reason: str, attempt: int, waited_s: float, hit_tokens: int = 0, fetched_tokens: int = 0) -> None:
+        """Count a plan; `attempt` is 1 for a request's first one. Prompt tokens that need not be computed: cached where
+        the prompt is prefilled, and to be pushed there by a peer."""
         self._plans.labels(reason).inc()
+        self._hit_tokens.labels(HitTier.DEVICE).inc(hit_tokens)
+        self._hit_tokens.labels(HitTier.PEER).inc(fetched_tokens)
         if attempt == 1:
             self._queue_s.observe(waited_s)
         else:
@@ -146,7 +162,8 @@ class PolicyMetrics:
 @dataclass(frozen=True, slots=True)
 class RouterState:
     """What a router is asked for at each scrape. waiting_requests: in its queue, by band. workers: number by (role,
-    life). Blocks: of decode workers."""
+    life). Blocks: of decode workers. known_blocks: different ones that some worker is known to cache. cache_gaps: times
+    that a worker's news of its cache had a gap. avoided_places: whose circuit breaker is not closed."""
 
     queued_requests: int
     waiting_requests: Mapping[str, int]
@@ -154,6 +171,9 @@ class RouterState:
     held_blocks: int  # used or quarantined
     num_blocks: int
     block_size: int
+    known_blocks: int = 0
+    cache_gaps: int = 0
+    avoided_places: int = 0
 
 
 class RouterStateCollector(Collector):
@@ -178,6 +198,9 @@ class RouterStateCollector(Collector):
         for (role, life), number in state.workers.items():
             workers.add_metric([role, life], number)
         yield workers
+        yield GaugeMetricFamily("tandem_router_known_blocks", "Blocks known to be cached.", state.known_blocks)
+        yield CounterMetricFamily("tandem_router_cache_gaps", "Gaps in news of workers' caches.", state.cache_gaps)
+        yield GaugeMetricFamily("tandem_router_avoided_places", "Workers that fail.", state.avoided_places)
         usage = GaugeMetricFamily("vllm:kv_cache_usage_perc", "Held KV blocks, from 0 to 1.", labels=["model_name"])
         usage.add_metric([self._model_name], state.held_blocks / max(1, state.num_blocks))
         yield usage

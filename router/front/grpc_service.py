@@ -207,6 +207,7 @@ def _draft(request: inference_pb2.GenerateRequest, request_id: str, served_name:
         num_choices=request.n or 1,
         grammar=_grammar(request.constraint) if request.HasField("constraint") else None,
         prompt_logprobs=request.prompt_logprobs if request.HasField("prompt_logprobs") else None,
+        session_id=request.session_id,
     )
     return placement, draft
 

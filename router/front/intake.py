@@ -24,6 +24,7 @@ INLINE_CHARACTERS: Final = 10_000
 # Far over any context served, so that tokenising what will be refused anyway stays bounded.
 MAX_PROMPT_CHARACTERS: Final = 1 << 20
 MAX_CACHE_SALT_CHARACTERS: Final = 256
+MAX_SESSION_ID_CHARACTERS: Final = 128
 MAX_PROMPT_LOGPROBS: Final = 200_000  # values, the tokens' own included
 MAX_STOP_CHARACTERS: Final = 1024
 MAX_STOP_TOKEN_IDS: Final = 128
@@ -104,6 +105,7 @@ class Draft:
     num_choices: int = 1
     grammar: Grammar | None = None
     prompt_logprobs: int | None = None
+    session_id: str = ""
 
 
 # Raises BadRequest on `grammar` where it does not compile, Rejected where that cannot be found out now.
@@ -145,6 +147,7 @@ class Intake:
             num_choices=draft.num_choices,
             grammar=draft.grammar,
             prompt_logprobs=draft.prompt_logprobs,
+            session_id=draft.session_id,
         )
         self._check_scores(request)
         if draft.grammar is not None:
@@ -159,6 +162,9 @@ class Intake:
         if len(draft.cache_salt) > MAX_CACHE_SALT_CHARACTERS:
             raise BadRequest("cache_salt", f"at most {MAX_CACHE_SALT_CHARACTERS} characters")
         _require_unicode("cache_salt", draft.cache_salt)
+        if len(draft.session_id) > MAX_SESSION_ID_CHARACTERS:
+            raise BadRequest("session_id", f"at most {MAX_SESSION_ID_CHARACTERS} characters")
+        _require_unicode("session_id", draft.session_id)
 
     def _sampling(self, draft: Draft) -> SamplingParams:
         """A seed that was not given is drawn here, so that the log can name it and every worker agrees on it."""

@@ -11,6 +11,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Final
 
 from aiohttp import web
@@ -36,6 +37,7 @@ MAX_BODY_BYTES: Final = 1 << 20
 BODY_TIMEOUT_S: Final = 30.0
 SHUTDOWN_TIMEOUT_S: Final = 1.0  # the dispatcher has drained by then: what is still open is an idle or broken client
 REQUEST_ID_HEADER: Final = "x-request-id"
+SESSION_ID_HEADER: Final = "X-Session-Id"
 REQUEST_ID: Final = web.RequestKey("request_id", str)
 STREAM_HEADERS: Final = {
     "Content-Type": "text/event-stream; charset=utf-8",
@@ -108,12 +110,13 @@ class OpenAiEndpoints:
             try:
                 return await self._answer(http, body, shape, request_id, caller, meter)
             except BadRequest as error:
-                raise renamed(error, body.field_names()) from error
+                raise renamed(error, {**body.field_names(), "session_id": SESSION_ID_HEADER}) from error
 
     async def _answer(
         self, http: web.Request, body: Body, shape: Shape, request_id: str, caller: Caller, meter: Meter
     ) -> web.StreamResponse:
-        request = await self._front.prepare(body.draft(request_id), caller)
+        draft = replace(body.draft(request_id), session_id=http.headers.get(SESSION_ID_HEADER, ""))
+        request = await self._front.prepare(draft, caller)
         created_s = int(self._front.wall_clock())
         answer = Answer(shape, self._front.model, body, self._front.speller, request, created_s)
         async with aclosing(self._front.generate(request, body.placement, meter, caller.max_ttft_s)) as deltas:

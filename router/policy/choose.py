@@ -1,37 +1,55 @@
-"""Which workers serve a request: filter, score, pick, decide. Small functions of (request, view); no clock.
+"""Which workers serve a request: filter, score, pick, decide. Told what is known and when; no clock.
 
-A filter narrows candidates, a scorer gives each a value in [0, 1], the picker takes the best, the decider says
-whether a remote prefill pays. Every choice carries its reason.
+router/policy/candidates.py filters, router/policy/cost.py scores; the cheapest way is picked, and whether a remote
+prefill pays is decided by the same sums. Every choice carries its reason.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+import random
+from collections.abc import Sequence, Set
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from core.membership import Life, Role, WorkerRef
+from core.membership import WorkerRef
 from core.request import GenerateRequest, Placement
-from router.policy.decide import remote_pays
-from router.view import ClusterView, WorkerView
+from router.policy.affinity import session_key
+from router.policy.candidates import Candidate, Search
+from router.policy.cost import CostModel, Score
+from router.policy.routing_policy import RoutingPolicy
+from router.view import ClusterView
 
 
 class PlanReason(StrEnum):
     """Why the prompt is prefilled where it is; log field and metric label."""
 
     ASKED = "asked"  # the request said where
-    PREFILL_POOL = "prefill_pool"  # a prefill worker does it sooner, or nearly so
-    PREFILL_POOL_BUSY = "prefill_pool_busy"  # the decode worker does it much sooner
+    PREFILL_POOL = "prefill_pool"  # a prefill worker does it at less cost
+    PREFILL_POOL_BUSY = "prefill_pool_busy"  # the decode worker does: prompts queue, or prefill workers are slow
+    PREFIX_ON_DECODE = "prefix_on_decode"  # the decode worker does, as it caches the beginning
     NO_PREFILL_WORKER = "no_prefill_worker"  # none is ready and paired with a decode worker
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """`prefill` None: the decode worker prefills. `scores`: of every candidate looked at, for `explain`."""
+    """`scores`: the way that was chosen, then the cheapest of the other kind, for `explain`."""
 
-    decode: WorkerRef
-    prefill: WorkerRef | None
     reason: PlanReason
-    scores: tuple[tuple[WorkerRef, float], ...]
+    scores: tuple[Score, ...]
+
+    @property
+    def decode(self) -> WorkerRef:
+        return self.scores[0].decode
+
+    @property
+    def prefill(self) -> WorkerRef | None:
+        """None: the decode worker prefills."""
+        return self.scores[0].prefill
+
+    @property
+    def workers(self) -> tuple[WorkerRef, ...]:
+        return (self.decode,) if self.prefill is None else (self.decode, self.prefill)
 
     @property
     def prefiller(self) -> WorkerRef:
@@ -39,67 +57,69 @@ class Plan:
         return self.prefill or self.decode
 
 
-def choose(request: GenerateRequest, placement: Placement, view: ClusterView, local_prefill_cost: float) -> Plan | None:
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A request that needs workers. keys: of the blocks of its prompt that a hit may cover, in order."""
+
+    request: GenerateRequest
+    placement: Placement
+    keys: Sequence[int] = ()
+
+
+def choose(
+    ask: Ask,
+    view: ClusterView,
+    policy: RoutingPolicy,
+    local_cost: float,
+    now: float,
+    rng: random.Random,
+    avoided: Set[str] = frozenset(),
+) -> Plan | None:
     """The workers for a request, or None when the roles that it needs are not ready.
 
-    local_prefill_cost: see remote_pays.
+    local_cost: RoutingPolicy.local_prefill_cost as it is now. avoided: places to use only where there is no other.
     """
-    decodes = filter_fitting(filter_ready(view.workers(Role.DECODE)), request)
+    request = ask.request
+    runs = view.prefixes.runs(ask.keys)
+    search = Search(
+        view=view,
+        policy=policy,
+        now=now,
+        most_tokens=request.num_prompt_tokens + request.stop.max_tokens,
+        num_tokens=request.num_given_tokens,
+        runs=runs,
+        session=session_key(request.tenant, request.session_id) if request.session_id else None,
+        avoided=avoided,
+        rng=rng,
+    )
+    decodes = search.decodes(paired=ask.placement is not Placement.LOCAL)
     if not decodes:
         return None
-    if placement is Placement.LOCAL:
-        return _local(decodes, PlanReason.ASKED)
-    prefills = filter_ready(view.workers(Role.PREFILL))
-    warm = [worker for worker in decodes if filter_paired(prefills, worker.ref, view)]
-    if warm:
-        decode_scores = score_all(warm)
-        decode = pick(decode_scores)
-        prefill_scores = score_all(filter_paired(prefills, decode, view))
-        prefill = pick(prefill_scores)
-        scores = (*decode_scores, *prefill_scores)
-        if placement is Placement.REMOTE:
-            return Plan(decode, prefill, PlanReason.ASKED, scores)
-        queues = view.prefills(prefill), view.prefills(decode)
-        if remote_pays(request.num_given_tokens, *queues, local_prefill_cost):
-            return Plan(decode, prefill, PlanReason.PREFILL_POOL, scores)
-        return Plan(decode, None, PlanReason.PREFILL_POOL_BUSY, scores)
-    return None if placement is Placement.REMOTE else _local(decodes, PlanReason.NO_PREFILL_WORKER)
+    info = decodes[0].worker.info
+    block_cost = info.block_bytes / 1e9 / view.usual_pace if view.usual_pace else 0.0
+    model = CostModel(policy, request.num_given_tokens, info.block_size, block_cost, view.usual_pace)
+    if runs:
+        longest = runs[-1]
+        holder = (longest.holders & -longest.holders).bit_length() - 1
+        model = replace(model, longest_blocks=longest.num_blocks, holder=holder)
+    if ask.placement is Placement.LOCAL:
+        return Plan(PlanReason.ASKED, (model.cheapest_local(decodes, 1.0),))
+    remote = model.cheapest_remote(decodes, search.prefills(decodes))
+    if ask.placement is Placement.REMOTE:
+        return None if remote is None else Plan(PlanReason.ASKED, (remote,))
+    if remote is None:
+        return Plan(PlanReason.NO_PREFILL_WORKER, (model.cheapest_local(decodes, 1.0),))
+    return _decide(model, decodes, remote, local_cost)
 
 
-def _local(decodes: list[WorkerView], reason: PlanReason) -> Plan:
-    scores = score_all(decodes)
-    return Plan(pick(scores), None, reason, tuple(scores))
-
-
-def filter_ready(workers: list[WorkerView]) -> list[WorkerView]:
-    return [worker for worker in workers if worker.life is Life.READY]
-
-
-def filter_fitting(workers: list[WorkerView], request: GenerateRequest) -> list[WorkerView]:
-    """Those whose whole KV pool could hold the request."""
-    most_tokens = request.num_prompt_tokens + request.stop.max_tokens
-    return [
-        worker
-        for worker in workers
-        if min(most_tokens, worker.info.max_context_tokens) <= worker.info.num_blocks * worker.info.block_size
-    ]
-
-
-def filter_paired(workers: list[WorkerView], decode: WorkerRef, view: ClusterView) -> list[WorkerView]:
-    """Those with a warm KV path to and from the decode worker."""
-    return [worker for worker in workers if view.paired(worker.ref, decode)]
-
-
-def score_all(workers: list[WorkerView]) -> list[tuple[WorkerRef, float]]:
-    return [(worker.ref, score_idle(worker)) for worker in workers]
-
-
-def score_idle(worker: WorkerView) -> float:
-    """1 for a worker with nothing to do, towards 0 as the tokens of its open requests grow past its KV pool."""
-    capacity_tokens = worker.info.num_blocks * worker.info.block_size
-    return capacity_tokens / (capacity_tokens + worker.given_tokens)
-
-
-def pick(scores: list[tuple[WorkerRef, float]]) -> WorkerRef:
-    """The best score; the first registered among equals."""
-    return max(scores, key=lambda item: item[1])[0]
+def _decide(model: CostModel, decodes: list[Candidate], remote: Score, cost: float) -> Plan:
+    """Where the prompt costs less: a prefill worker that is free goes first, as a prompt computed on a decode worker
+    delays the streams there; but a rigid split leaves the decode workers idle while prompts queue."""
+    if math.isinf(cost):
+        return Plan(PlanReason.PREFILL_POOL, (remote,))
+    local = model.cheapest_local(decodes, cost)
+    if remote.total <= local.total:
+        return Plan(PlanReason.PREFILL_POOL, (remote, local))
+    without_hits = local.total + (model.num_tokens - local.computed_tokens) * cost
+    reason = PlanReason.PREFILL_POOL_BUSY if remote.total > without_hits else PlanReason.PREFIX_ON_DECODE
+    return Plan(reason, (local, remote))

@@ -19,11 +19,13 @@ from core.handoff import HandoffTicket
 from core.membership import GivenWork, WorkerLoad, WorkerRef
 from core.messages import CancelRequest, Command, ReserveBlocks, StartGeneration, StartPrefill
 from core.request import GenerateRequest, SamplingParams, StopConditions, TokenDelta
+from engine.block_pool import BlockPool, CacheChanges
 from kv_transfer.membership_codec import encode_ref
 from kv_transfer.stream_codec import encode_command
 from telemetry.tasks import BackgroundTasks
 
 ME = WorkerRef("decode-0", "1")
+NO_CHANGES = CacheChanges((), ())
 REQUEST = GenerateRequest("r", (1, 2, 3), SamplingParams(), StopConditions(max_tokens=4))
 
 
@@ -31,7 +33,7 @@ class Worker:
     """What a servicer is given, remembered."""
 
     def __init__(self) -> None:
-        self.streams = RouterStreams()
+        self.streams = RouterStreams(BlockPool(1))
         self.commands: list[object] = []
         self.commanded = asyncio.Event()
         self.orphans: list[str] = []
@@ -44,7 +46,7 @@ class Worker:
             ME,
             None,  # type: ignore[arg-type]
             self.streams,
-            on_open=lambda: self.streams.step((), WorkerLoad()),
+            on_open=lambda: self.streams.step((), WorkerLoad(), NO_CHANGES),
             on_command=self._command,
             on_closed=self._closed,
             spawn=self.tasks.spawn,
@@ -121,11 +123,11 @@ async def test_a_router_that_greets_anew_wants_nothing_of_its_earlier_stream() -
 
 
 def test_each_router_is_told_what_the_others_gave() -> None:
-    streams = RouterStreams()
+    streams = RouterStreams(BlockPool(1))
     (one, _), (two, _) = streams.open("router-0"), streams.open("router-1")
 
     def others(*deltas: TokenDelta) -> list[GivenWork]:
-        streams.step(deltas, WorkerLoad())
+        streams.step(deltas, WorkerLoad(), NO_CHANGES)
         return [stream.outbox.get_nowait().others for stream in (one, two)]
 
     nothing = GivenWork()
@@ -137,7 +139,7 @@ def test_each_router_is_told_what_the_others_gave() -> None:
     assert others(TokenDelta("a", 0, (7,)), TokenDelta("b", 0, (7,))) == [GivenWork(1, 3, 3), GivenWork(2, 6, 0)]
     streams.disown("a")
     assert streams.close(two) == ["c"] and streams.close(two) == []
-    streams.step((), WorkerLoad())
+    streams.step((), WorkerLoad(), NO_CHANGES)
     assert one.outbox.get_nowait().others == nothing
     assert streams.close(one) == ["b"]
 

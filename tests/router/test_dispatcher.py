@@ -47,7 +47,7 @@ class Cluster:
     def join(self, name: str, life: str = "1", num_blocks: int = 100) -> list[Effect]:
         role = Role.PREFILL if name.startswith("p") else Role.DECODE
         ref = WorkerRef(name, life)
-        self.view.register(WorkerInfo(ref, role, f"{name}:1", b"id", 16, 1024, num_blocks, 1024))
+        self.view.register(WorkerInfo(ref, role, f"{name}:1", b"id", 16, 1024, num_blocks, 1024), now=0.0)
         self.view.ready(ref)
         self.refs[name] = ref
         effects = self.dispatcher.serve_queue(0.0)
@@ -56,6 +56,13 @@ class Cluster:
                 effects += self.dispatcher.answered(ref, PeerConnected(other, "cma", 1.0), 0.0)
                 effects += self.dispatcher.answered(other, PeerConnected(ref, "cma", 1.0), 0.0)
         return effects
+
+    def disconnect(self, name: str) -> None:
+        worker = self.view.get(self.refs[name])
+        for slot in list(worker.links):
+            worker.unlink(slot)
+            self.view.at(slot).unlink(worker.slot)
+        self.view._ready = None
 
     def submit(
         self, name: str = "r", placement: Placement = Placement.AUTO, now: float = 0.0, num_choices: int = 1
@@ -330,7 +337,7 @@ def test_the_pace_of_each_side_is_learnt_from_its_first_tokens(took_s: float, ex
 
 def test_an_unpaired_prefill_worker_is_not_chosen() -> None:
     cluster = Cluster("p1", "d1")
-    cluster.view.get(cluster.refs["d1"]).peers.clear()
+    cluster.disconnect("d1")
     planned, _send = cluster.submit()
     assert isinstance(planned, Planned) and planned.plan.reason is PlanReason.NO_PREFILL_WORKER
 
@@ -339,7 +346,7 @@ def test_an_unpaired_prefill_worker_is_not_chosen() -> None:
 def test_a_decode_worker_that_is_paired_goes_before_an_idler_one_that_is_not_yet(placement: Placement) -> None:
     cluster = Cluster("p1", "d1", "d2")
     cluster.submit("busy", Placement.LOCAL)  # on d1, so that d2 is the idler one
-    cluster.view.get(cluster.refs["d2"]).peers.clear()
+    cluster.disconnect("d2")
     planned = cluster.submit(placement=placement)[0]
     assert isinstance(planned, Planned)
     assert (planned.plan.decode.worker_id, planned.plan.prefill.worker_id) == ("d1", "p1")

@@ -10,6 +10,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from core.errors import BadRequest
+from router.policy.routing_policy import RoutingPolicy
 from router.policy_file import Policy, follow_policy, parse_policy, read_policy
 from telemetry.metrics import PolicyMetrics
 
@@ -102,3 +103,11 @@ async def test_a_changed_file_holds_and_a_bad_one_changes_nothing(tmp_path: Path
     assert len(applied) == 2 and not following.done()
     following.cancel()
     await asyncio.gather(following, return_exceptions=True)
+
+
+@pytest.mark.parametrize("name", RoutingPolicy.model_fields)
+def test_a_wrong_routing_value_is_refused_by_its_path(name: str) -> None:
+    assert getattr(parse_policy(f"routing: {{{name}: 1.0}}").routing, name) == 1.0
+    for wrong in ("-1.0", ".nan", ".inf", "cheap"):
+        with pytest.raises(BadRequest, match=f"routing.{name}"):
+            parse_policy(f"routing: {{{name}: {wrong}}}")

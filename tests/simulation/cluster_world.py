@@ -18,15 +18,16 @@ import itertools
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from cluster.router_streams import RouterStream
 from core.errors import BadRequest, Rejected, RejectReason
-from core.identity import BlockHash
+from core.identity import BlockHash, pack_keys, unpack_keys
 from core.membership import Life, Role, WorkerLoad, WorkerRef
 from core.messages import (
     Answer,
+    CacheEvents,
     Command,
     PeerDead,
     PeerJoined,
@@ -34,10 +35,12 @@ from core.messages import (
     ReserveBlocks,
     StartGeneration,
     StartPrefill,
+    StepOutput,
 )
 from core.request import GenerateRequest, Placement, SamplingParams, StopConditions
 from router.admission.room import PromptsOut
 from router.dispatcher import Deliver, Dispatcher, DispatcherConfig, Effect, Fail, Planned, Send
+from router.policy.prompt_keys import prompt_keys
 from router.view import ClusterView
 from tests.simulation.chained_kv import undisturbed
 from tests.simulation.world_client import Client, WrongStream
@@ -58,6 +61,10 @@ class PlannedOntoNobody(Exception):
     """A router plans onto a worker of which it knows that it is not ready."""
 
 
+class WrongView(Exception):
+    """The router believes what is not so, long after it was told."""
+
+
 @dataclass(frozen=True, slots=True)
 class Faults:
     """Chances of each fault, and the most that anything is late, in seconds."""
@@ -74,9 +81,12 @@ class Faults:
     index_away: float = 0.2
     num_drains: int = 3  # most of them; before the end of a life, or for another role
     drain_timeout_s: float = 1.0  # after what runs should have left
+    lose_events: float = 0.05  # of a worker's cache
+    double_events: float = 0.05
+    reorder_events: float = 0.05
 
 
-NO_FAULTS = Faults(0, 0, 0, 0, 0, 0.05, 0, 0, 0, 0, num_drains=0)
+NO_FAULTS = Faults(0, 0, 0, 0, 0, 0.05, 0, 0, 0, 0, num_drains=0, lose_events=0, double_events=0, reorder_events=0)
 
 
 class World:
@@ -294,6 +304,7 @@ class World:
         for router in self.routers:
             assert router is not None
             router.check_over()
+            router.check_prefixes()
         for host in self.hosts.values():
             left = host.left()
             if left:
@@ -313,6 +324,8 @@ class Link:
         self.on_lost = lambda: router.lost(host.ref)
         self.ready = False
         self.stream: RouterStream | None = None
+        self.tail_is_lost = False  # the router cannot know yet that it misses an event
+        self._held: CacheEvents | None = None
         self._free_at = {"down": 0.0, "up": 0.0}
         self.broken_until_s = 0.0  # nothing passes before
         self._deliver("down", lambda: host.do(lambda: self.open and host.router_opened(self)))
@@ -331,7 +344,21 @@ class Link:
         self._deliver("down", lambda: self.host.do(lambda: self.open and self.host.command(self, command)))
 
     def answer(self, answer: Answer) -> None:
-        self._deliver("up", lambda: self.open and self._heard(answer))
+        for item in self._faulty(answer) if isinstance(answer, StepOutput) and answer.cache else [answer]:
+            self._deliver("up", lambda item=item: self.open and self._heard(item))
+
+    def _faulty(self, answer: StepOutput) -> list[Answer]:
+        """The events of a worker's cache get lost, doubled, and overtaken by those that follow."""
+        faults, rng = self.world.faults, self.world.rng
+        events, held, self._held = answer.cache, self._held, None
+        said = [events] * ((rng.random() >= faults.lose_events) + (rng.random() < faults.double_events))
+        self.tail_is_lost = not said
+        if said and held is None and rng.random() < faults.reorder_events:
+            said, self._held, self.tail_is_lost = [], events, True
+        if held is not None:
+            said.append(held)
+        first = replace(answer, cache=said[0] if said else None)
+        return [first, *(StepOutput((), answer.load, answer.others, more) for more in said[1:])]
 
     def _heard(self, answer: Answer) -> None:
         self.heard_at_s = self.world.now
@@ -370,7 +397,9 @@ class Router:
     def submit(self, client: Client, placement: Placement) -> None:
         request = client.request
         try:
-            effects = self.dispatcher.submit(request, placement, self.world.now)
+            workers = self.view.workers()
+            keys = [key for piece in prompt_keys(request, workers[0].info) for key in piece] if workers else []
+            effects = self.dispatcher.submit(request, placement, self.world.now, keys=keys)
         except (BadRequest, Rejected) as error:
             client.fail(error)
             return
@@ -397,7 +426,7 @@ class Router:
             worker.load = load
             return True
         try:
-            self.view.register(host.info)
+            self.view.register(host.info, self.world.now)
         except BadRequest:
             return False
         self.links[host.ref] = Link(self.world, self, host)
@@ -418,6 +447,20 @@ class Router:
         self.links.pop(ref, None)
         self.lost_once.add(ref)
         self.perform(self.dispatcher.worker_lost(ref, self.world.now))
+
+    def check_prefixes(self) -> None:
+        """What the router believes of each cache is so, and of the dead it believes nothing."""
+        prefixes = self.view.prefixes
+        for ref, link in self.links.items():
+            worker = self.view.get(ref)
+            assert worker is not None
+            known = {key for key, holders in prefixes._holders.items() if holders >> worker.slot & 1}
+            cached = set(unpack_keys(pack_keys(link.host.pool.cached_hashes())))
+            if known != cached and not link.tail_is_lost:
+                raise WrongView(f"{ref}: {len(known)} keys known, {len(cached)} cached")
+        slots = [worker.slot for worker in self.view.workers()]
+        if any(holders & ~sum(1 << slot for slot in slots) for holders in prefixes._holders.values()):
+            raise WrongView("a block is known to be cached by a worker that is gone")
 
     def report_death(self, ref: WorkerRef) -> None:
         self.view.bury(ref)

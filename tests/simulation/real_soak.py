@@ -146,7 +146,7 @@ class Conductor:
         match kind:
             case "hello":
                 life.info, life.description = rest
-                self.view.register(rest[0])
+                self.view.register(rest[0], time.monotonic())
                 self.view.ready(life.ref)
                 for other in self.others(life):
                     other.say("peer", life.description)

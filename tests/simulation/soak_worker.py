@@ -197,7 +197,7 @@ class SoakWorker:
         self.driver.listener.peer_lost = self.peer_lost
         self.driver.listener.pushed = self.pushed
         self.driver.listener.verified = self.verified
-        self.streams = RouterStreams()
+        self.streams = RouterStreams(self.pool)
         self.stream, _ = self.streams.open("soak")
         self.tasks = BackgroundTasks(self.broken)
         self.peers: dict[WorkerRef, PoolDescription] = {}
@@ -300,7 +300,7 @@ class SoakWorker:
                 await self.work.wait()
                 continue
             progress = self.scheduler.commit(plan, await asyncio.to_thread(self.memory.run, plan))
-            self.streams.step(self.service.stepped(progress), self.scheduler.load())
+            self.streams.step(self.service.stepped(progress), self.scheduler.load(), self.pool.take_changes())
             for item in progress:
                 if item.ended:
                     self.streams.disown(item.request_id)

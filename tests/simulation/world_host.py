@@ -22,10 +22,11 @@ from core.messages import (
     RefuseReason,
     ReserveBlocks,
     Reserved,
+    ResyncCache,
     StartGeneration,
     StartPrefill,
 )
-from core.request import GenerateRequest
+from core.request import GenerateRequest, TokenDelta
 from decode_worker.session import DecodeConfig, DecodeSession
 from engine.block_pool import BlockPool
 from engine.scheduler import Scheduler
@@ -73,7 +74,7 @@ class Host:
         self.scheduler = Scheduler(SchedulerConfig(budget, 16), self.pool, LIMITS, b"id", _no_watch)
         policy = world.rng.choice(list(LoadFailurePolicy))
         self.handoffs = HandoffSessions(ref, self.pool, LEASE, self.pool.match, load_failure=policy)
-        self.streams = RouterStreams()
+        self.streams = RouterStreams(self.pool)
         self.role = WorkerRole(role, self.make_session, self.streams.send, self.scheduler, self.handoffs)
         self.info = WorkerInfo(ref, role, f"{ref}", b"id", BLOCK_SIZE, 1, NUM_BLOCKS, 64)
         self.links: dict[Link, float] = {}  # and when its router was heard
@@ -152,7 +153,7 @@ class Host:
         self.links[link] = self.world.now
         self.cancel(orphans)
         self.streams.send(self.role.state(self.world.now))
-        self.streams.step((), self.scheduler.load())
+        self.say(())
 
     def router_closed(self, link: Link) -> None:
         if link in self.links:
@@ -199,6 +200,10 @@ class Host:
                 self.perform(self.handoffs.peer_dead(ref, now))
                 for holders in self.world.index.values():
                     holders.pop(ref, None)
+            case ResyncCache():
+                assert link.stream is not None
+                link.stream.feed.begin_again()
+                self.say(())
             case CancelRequest(request_id):
                 self.perform(session.cancel(request_id, now))
                 self.streams.disown(request_id)
@@ -268,14 +273,14 @@ class Host:
         else:
             deltas = self.session.progressed(progress)
             self.perform(self.session.serve_waiting(self.world.now))
-        self.streams.step(deltas, self.scheduler.load())
+        self.say(deltas)
         for item in progress:
             if item.ended:
                 self.streams.disown(item.request_id)
-        self.publish()
 
-    def publish(self) -> None:
+    def say(self, deltas: Iterable[TokenDelta]) -> None:
         changes = self.pool.take_changes()
+        self.streams.step(deltas, self.scheduler.load(), changes)
         index, rng = self.world.index, self.world.rng
 
         def write() -> None:
@@ -306,9 +311,11 @@ class Host:
         self.perform(self.handoffs.tick(now))
         self.perform(self.session.tick(now))
         if now < self.say_at_s:
+            if self.streams.behind or self.pool.has_changes:
+                self.say(())
             return
         self.say_at_s = now + 1.0
-        self.streams.step((), self.scheduler.load())
+        self.say(())
         for router in self.world.routers:
             if router is not None and not router.announce(self, self.scheduler.load()):
                 self.world.kill(self)

@@ -27,7 +27,7 @@ def view(*names: str) -> ClusterView:
     for name in names:
         ref = WorkerRef(name, "1")
         role = Role.PREFILL if name.startswith("p") else Role.DECODE
-        known.register(WorkerInfo(ref, role, f"{name}:1", b"id", 16, 1024, 100, 1024))
+        known.register(WorkerInfo(ref, role, f"{name}:1", b"id", 16, 1024, 100, 1024), now=0.0)
         known.ready(ref)
     return known
 
@@ -95,7 +95,7 @@ def test_workers_are_counted_anew_when_they_change() -> None:
     books.enter(request("r"), 0.0)
     assert admitted(books) == []
     ref = WorkerRef("d1", "1")
-    known.register(WorkerInfo(ref, Role.DECODE, "d1:1", b"id", 16, 1024, 100, 1024))
+    known.register(WorkerInfo(ref, Role.DECODE, "d1:1", b"id", 16, 1024, 100, 1024), now=0.0)
     known.ready(ref)
     books.workers_changed()
     assert admitted(books) == ["r"]

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from tandem.v1 import logprobs_pb2 as tandem_dot_v1_dot_logprobs__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19tandem/v1/inference.proto\x12\ttandem.v1\x1a\x18tandem/v1/logprobs.proto\"\xb4\x03\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12(\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x13.tandem.v1.TokenIdsH\x00\x12\'\n\x04\x63hat\x18\x05 \x01(\x0b\x32\x17.tandem.v1.ChatMessagesH\x00\x12%\n\x08sampling\x18\x06 \x01(\x0b\x32\x13.tandem.v1.Sampling\x12%\n\x08stopping\x18\x07 \x01(\x0b\x32\x13.tandem.v1.Stopping\x12\x12\n\ncache_salt\x18\x08 \x01(\t\x12\x36\n\x11prefill_placement\x18\t \x01(\x0e\x32\x1b.tandem.v1.PrefillPlacement\x12\x10\n\x08priority\x18\n \x01(\x11\x12\t\n\x01n\x18\x0b \x01(\r\x12)\n\nconstraint\x18\x0c \x01(\x0b\x32\x15.tandem.v1.Constraint\x12\x1c\n\x0fprompt_logprobs\x18\r \x01(\rH\x01\x88\x01\x01\x42\x07\n\x05inputB\x12\n\x10_prompt_logprobs\"\x8c\x01\n\nConstraint\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x15\n\x0bjson_object\x18\x02 \x01(\x08H\x00\x12\x0f\n\x05regex\x18\x03 \x01(\tH\x00\x12$\n\x06\x63hoice\x18\x04 \x01(\x0b\x32\x12.tandem.v1.ChoicesH\x00\x12\x11\n\x07grammar\x18\x05 \x01(\tH\x00\x42\x06\n\x04kind\"\x1a\n\x07\x43hoices\x12\x0f\n\x07\x63hoices\x18\x01 \x03(\t\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"8\n\x0c\x43hatMessages\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.tandem.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\x8f\x03\n\x08Sampling\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\x11\n\x04seed\x18\x04 \x01(\x04H\x02\x88\x01\x01\x12\r\n\x05min_p\x18\x05 \x01(\x01\x12\x1f\n\x12repetition_penalty\x18\x06 \x01(\x01H\x03\x88\x01\x01\x12\x18\n\x10presence_penalty\x18\x07 \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x08 \x01(\x01\x12\x36\n\nlogit_bias\x18\t \x03(\x0b\x32\".tandem.v1.Sampling.LogitBiasEntry\x12\x19\n\x0ctop_logprobs\x18\n \x01(\rH\x04\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x07\n\x05_seedB\x15\n\x13_repetition_penaltyB\x0f\n\r_top_logprobs\"\x80\x01\n\x08Stopping\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x12\n\nmin_tokens\x18\x02 \x01(\r\x12\x0c\n\x04stop\x18\x03 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x04 \x03(\r\x12\x12\n\nignore_eos\x18\x05 \x01(\x08\x42\r\n\x0b_max_tokens\"\x85\x02\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x15\n\rfinish_reason\x18\x04 \x01(\t\x12\x14\n\x0cmatched_stop\x18\x05 \x01(\t\x12\x1f\n\x05usage\x18\x06 \x01(\x0b\x32\x10.tandem.v1.Usage\x12*\n\x08logprobs\x18\x07 \x03(\x0b\x32\x18.tandem.v1.TokenLogprobs\x12\x0e\n\x06\x63hoice\x18\x08 \x01(\r\x12\x32\n\x0fprompt_logprobs\x18\n \x01(\x0b\x32\x19.tandem.v1.PromptLogprobs\"\x81\x01\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x17\n\x0fkv_blocks_moved\x18\x04 \x01(\r\x12\x16\n\x0ekv_bytes_moved\x18\x05 \x01(\x04\"\x15\n\x13GetModelInfoRequest\"l\n\x14GetModelInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x1a\n\x12max_context_tokens\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x15\n\reos_token_ids\x18\x04 \x03(\r*p\n\x10PrefillPlacement\x12!\n\x1dPREFILL_PLACEMENT_UNSPECIFIED\x10\x00\x12\x1c\n\x18PREFILL_PLACEMENT_REMOTE\x10\x01\x12\x1b\n\x17PREFILL_PLACEMENT_LOCAL\x10\x02\x32\xaa\x01\n\x10InferenceService\x12\x45\n\x08Generate\x12\x1a.tandem.v1.GenerateRequest\x1a\x1b.tandem.v1.GenerateResponse0\x01\x12O\n\x0cGetModelInfo\x12\x1e.tandem.v1.GetModelInfoRequest\x1a\x1f.tandem.v1.GetModelInfoResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19tandem/v1/inference.proto\x12\ttandem.v1\x1a\x18tandem/v1/logprobs.proto\"\xc8\x03\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12(\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x13.tandem.v1.TokenIdsH\x00\x12\'\n\x04\x63hat\x18\x05 \x01(\x0b\x32\x17.tandem.v1.ChatMessagesH\x00\x12%\n\x08sampling\x18\x06 \x01(\x0b\x32\x13.tandem.v1.Sampling\x12%\n\x08stopping\x18\x07 \x01(\x0b\x32\x13.tandem.v1.Stopping\x12\x12\n\ncache_salt\x18\x08 \x01(\t\x12\x36\n\x11prefill_placement\x18\t \x01(\x0e\x32\x1b.tandem.v1.PrefillPlacement\x12\x10\n\x08priority\x18\n \x01(\x11\x12\t\n\x01n\x18\x0b \x01(\r\x12)\n\nconstraint\x18\x0c \x01(\x0b\x32\x15.tandem.v1.Constraint\x12\x1c\n\x0fprompt_logprobs\x18\r \x01(\rH\x01\x88\x01\x01\x12\x12\n\nsession_id\x18\x0e \x01(\tB\x07\n\x05inputB\x12\n\x10_prompt_logprobs\"\x8c\x01\n\nConstraint\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x15\n\x0bjson_object\x18\x02 \x01(\x08H\x00\x12\x0f\n\x05regex\x18\x03 \x01(\tH\x00\x12$\n\x06\x63hoice\x18\x04 \x01(\x0b\x32\x12.tandem.v1.ChoicesH\x00\x12\x11\n\x07grammar\x18\x05 \x01(\tH\x00\x42\x06\n\x04kind\"\x1a\n\x07\x43hoices\x12\x0f\n\x07\x63hoices\x18\x01 \x03(\t\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"8\n\x0c\x43hatMessages\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.tandem.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\x8f\x03\n\x08Sampling\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\x11\n\x04seed\x18\x04 \x01(\x04H\x02\x88\x01\x01\x12\r\n\x05min_p\x18\x05 \x01(\x01\x12\x1f\n\x12repetition_penalty\x18\x06 \x01(\x01H\x03\x88\x01\x01\x12\x18\n\x10presence_penalty\x18\x07 \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x08 \x01(\x01\x12\x36\n\nlogit_bias\x18\t \x03(\x0b\x32\".tandem.v1.Sampling.LogitBiasEntry\x12\x19\n\x0ctop_logprobs\x18\n \x01(\rH\x04\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x07\n\x05_seedB\x15\n\x13_repetition_penaltyB\x0f\n\r_top_logprobs\"\x80\x01\n\x08Stopping\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x12\n\nmin_tokens\x18\x02 \x01(\r\x12\x0c\n\x04stop\x18\x03 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x04 \x03(\r\x12\x12\n\nignore_eos\x18\x05 \x01(\x08\x42\r\n\x0b_max_tokens\"\x85\x02\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x15\n\rfinish_reason\x18\x04 \x01(\t\x12\x14\n\x0cmatched_stop\x18\x05 \x01(\t\x12\x1f\n\x05usage\x18\x06 \x01(\x0b\x32\x10.tandem.v1.Usage\x12*\n\x08logprobs\x18\x07 \x03(\x0b\x32\x18.tandem.v1.TokenLogprobs\x12\x0e\n\x06\x63hoice\x18\x08 \x01(\r\x12\x32\n\x0fprompt_logprobs\x18\n \x01(\x0b\x32\x19.tandem.v1.PromptLogprobs\"\x81\x01\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x17\n\x0fkv_blocks_moved\x18\x04 \x01(\r\x12\x16\n\x0ekv_bytes_moved\x18\x05 \x01(\x04\"\x15\n\x13GetModelInfoRequest\"l\n\x14GetModelInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x1a\n\x12max_context_tokens\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x15\n\reos_token_ids\x18\x04 \x03(\r*p\n\x10PrefillPlacement\x12!\n\x1dPREFILL_PLACEMENT_UNSPECIFIED\x10\x00\x12\x1c\n\x18PREFILL_PLACEMENT_REMOTE\x10\x01\x12\x1b\n\x17PREFILL_PLACEMENT_LOCAL\x10\x02\x32\xaa\x01\n\x10InferenceService\x12\x45\n\x08Generate\x12\x1a.tandem.v1.GenerateRequest\x1a\x1b.tandem.v1.GenerateResponse0\x01\x12O\n\x0cGetModelInfo\x12\x1e.tandem.v1.GetModelInfoRequest\x1a\x1f.tandem.v1.GetModelInfoResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,34 +34,34 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLING_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLING_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_PREFILLPLACEMENT']._serialized_start=1867
-  _globals['_PREFILLPLACEMENT']._serialized_end=1979
+  _globals['_PREFILLPLACEMENT']._serialized_start=1887
+  _globals['_PREFILLPLACEMENT']._serialized_end=1999
   _globals['_GENERATEREQUEST']._serialized_start=67
-  _globals['_GENERATEREQUEST']._serialized_end=503
-  _globals['_CONSTRAINT']._serialized_start=506
-  _globals['_CONSTRAINT']._serialized_end=646
-  _globals['_CHOICES']._serialized_start=648
-  _globals['_CHOICES']._serialized_end=674
-  _globals['_TOKENIDS']._serialized_start=676
-  _globals['_TOKENIDS']._serialized_end=699
-  _globals['_CHATMESSAGES']._serialized_start=701
-  _globals['_CHATMESSAGES']._serialized_end=757
-  _globals['_CHATMESSAGE']._serialized_start=759
-  _globals['_CHATMESSAGE']._serialized_end=803
-  _globals['_SAMPLING']._serialized_start=806
-  _globals['_SAMPLING']._serialized_end=1205
-  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_start=1082
-  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_end=1130
-  _globals['_STOPPING']._serialized_start=1208
-  _globals['_STOPPING']._serialized_end=1336
-  _globals['_GENERATERESPONSE']._serialized_start=1339
-  _globals['_GENERATERESPONSE']._serialized_end=1600
-  _globals['_USAGE']._serialized_start=1603
-  _globals['_USAGE']._serialized_end=1732
-  _globals['_GETMODELINFOREQUEST']._serialized_start=1734
-  _globals['_GETMODELINFOREQUEST']._serialized_end=1755
-  _globals['_GETMODELINFORESPONSE']._serialized_start=1757
-  _globals['_GETMODELINFORESPONSE']._serialized_end=1865
-  _globals['_INFERENCESERVICE']._serialized_start=1982
-  _globals['_INFERENCESERVICE']._serialized_end=2152
+  _globals['_GENERATEREQUEST']._serialized_end=523
+  _globals['_CONSTRAINT']._serialized_start=526
+  _globals['_CONSTRAINT']._serialized_end=666
+  _globals['_CHOICES']._serialized_start=668
+  _globals['_CHOICES']._serialized_end=694
+  _globals['_TOKENIDS']._serialized_start=696
+  _globals['_TOKENIDS']._serialized_end=719
+  _globals['_CHATMESSAGES']._serialized_start=721
+  _globals['_CHATMESSAGES']._serialized_end=777
+  _globals['_CHATMESSAGE']._serialized_start=779
+  _globals['_CHATMESSAGE']._serialized_end=823
+  _globals['_SAMPLING']._serialized_start=826
+  _globals['_SAMPLING']._serialized_end=1225
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_start=1102
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_end=1150
+  _globals['_STOPPING']._serialized_start=1228
+  _globals['_STOPPING']._serialized_end=1356
+  _globals['_GENERATERESPONSE']._serialized_start=1359
+  _globals['_GENERATERESPONSE']._serialized_end=1620
+  _globals['_USAGE']._serialized_start=1623
+  _globals['_USAGE']._serialized_end=1752
+  _globals['_GETMODELINFOREQUEST']._serialized_start=1754
+  _globals['_GETMODELINFOREQUEST']._serialized_end=1775
+  _globals['_GETMODELINFORESPONSE']._serialized_start=1777
+  _globals['_GETMODELINFORESPONSE']._serialized_end=1885
+  _globals['_INFERENCESERVICE']._serialized_start=2002
+  _globals['_INFERENCESERVICE']._serialized_end=2172
 # @@protoc_insertion_point(module_scope)

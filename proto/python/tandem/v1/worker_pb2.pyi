@@ -64,7 +64,7 @@ class WorkerLoad(_message.Message):
     def __init__(self, waiting_requests: _Optional[int] = ..., running_requests: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., free_blocks: _Optional[int] = ..., used_blocks: _Optional[int] = ..., quarantined_blocks: _Optional[int] = ...) -> None: ...
 
 class ConnectRequest(_message.Message):
-    __slots__ = ("hello", "start", "reserve", "prefill", "cancel", "peer_joined", "peer_dead", "heartbeat")
+    __slots__ = ("hello", "start", "reserve", "prefill", "cancel", "peer_joined", "peer_dead", "resync_cache", "heartbeat")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
     RESERVE_FIELD_NUMBER: _ClassVar[int]
@@ -72,6 +72,7 @@ class ConnectRequest(_message.Message):
     CANCEL_FIELD_NUMBER: _ClassVar[int]
     PEER_JOINED_FIELD_NUMBER: _ClassVar[int]
     PEER_DEAD_FIELD_NUMBER: _ClassVar[int]
+    RESYNC_CACHE_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     hello: RouterHello
     start: StartGeneration
@@ -80,8 +81,9 @@ class ConnectRequest(_message.Message):
     cancel: CancelRequest
     peer_joined: PeerJoined
     peer_dead: PeerDead
+    resync_cache: ResyncCache
     heartbeat: Heartbeat
-    def __init__(self, hello: _Optional[_Union[RouterHello, _Mapping]] = ..., start: _Optional[_Union[StartGeneration, _Mapping]] = ..., reserve: _Optional[_Union[ReserveBlocks, _Mapping]] = ..., prefill: _Optional[_Union[StartPrefill, _Mapping]] = ..., cancel: _Optional[_Union[CancelRequest, _Mapping]] = ..., peer_joined: _Optional[_Union[PeerJoined, _Mapping]] = ..., peer_dead: _Optional[_Union[PeerDead, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
+    def __init__(self, hello: _Optional[_Union[RouterHello, _Mapping]] = ..., start: _Optional[_Union[StartGeneration, _Mapping]] = ..., reserve: _Optional[_Union[ReserveBlocks, _Mapping]] = ..., prefill: _Optional[_Union[StartPrefill, _Mapping]] = ..., cancel: _Optional[_Union[CancelRequest, _Mapping]] = ..., peer_joined: _Optional[_Union[PeerJoined, _Mapping]] = ..., peer_dead: _Optional[_Union[PeerDead, _Mapping]] = ..., resync_cache: _Optional[_Union[ResyncCache, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
     __slots__ = ()
@@ -204,6 +206,10 @@ class PeerDead(_message.Message):
     worker: WorkerRef
     def __init__(self, worker: _Optional[_Union[WorkerRef, _Mapping]] = ...) -> None: ...
 
+class ResyncCache(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class HandoffTicket(_message.Message):
     __slots__ = ("handoff_id", "target", "generation", "first_block", "block_ids")
     HANDOFF_ID_FIELD_NUMBER: _ClassVar[int]
@@ -235,14 +241,16 @@ class ConnectResponse(_message.Message):
     def __init__(self, step: _Optional[_Union[StepOutput, _Mapping]] = ..., reserved: _Optional[_Union[Reserved, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., peer_connected: _Optional[_Union[PeerConnected, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ..., serving: _Optional[_Union[Serving, _Mapping]] = ...) -> None: ...
 
 class StepOutput(_message.Message):
-    __slots__ = ("deltas", "load", "others")
+    __slots__ = ("deltas", "load", "others", "cache")
     DELTAS_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     OTHERS_FIELD_NUMBER: _ClassVar[int]
+    CACHE_FIELD_NUMBER: _ClassVar[int]
     deltas: _containers.RepeatedCompositeFieldContainer[TokenDelta]
     load: WorkerLoad
     others: GivenWork
-    def __init__(self, deltas: _Optional[_Iterable[_Union[TokenDelta, _Mapping]]] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., others: _Optional[_Union[GivenWork, _Mapping]] = ...) -> None: ...
+    cache: CacheEvents
+    def __init__(self, deltas: _Optional[_Iterable[_Union[TokenDelta, _Mapping]]] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., others: _Optional[_Union[GivenWork, _Mapping]] = ..., cache: _Optional[_Union[CacheEvents, _Mapping]] = ...) -> None: ...
 
 class GivenWork(_message.Message):
     __slots__ = ("num_requests", "num_tokens", "prompt_tokens")
@@ -253,6 +261,18 @@ class GivenWork(_message.Message):
     num_tokens: int
     prompt_tokens: int
     def __init__(self, num_requests: _Optional[int] = ..., num_tokens: _Optional[int] = ..., prompt_tokens: _Optional[int] = ...) -> None: ...
+
+class CacheEvents(_message.Message):
+    __slots__ = ("sequence", "stored", "evicted", "reset")
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    STORED_FIELD_NUMBER: _ClassVar[int]
+    EVICTED_FIELD_NUMBER: _ClassVar[int]
+    RESET_FIELD_NUMBER: _ClassVar[int]
+    sequence: int
+    stored: bytes
+    evicted: bytes
+    reset: bool
+    def __init__(self, sequence: _Optional[int] = ..., stored: _Optional[bytes] = ..., evicted: _Optional[bytes] = ..., reset: _Optional[bool] = ...) -> None: ...
 
 class TokenDelta(_message.Message):
     __slots__ = ("request_id", "position", "token_ids", "finish_reason", "matched_stop", "message", "usage", "logprobs", "choice", "prompt_logprobs")

@@ -1,0 +1,129 @@
+"""Which workers are looked at for a request: those that are usable, and of many the few that can be the best choice.
+
+With a thousand workers not every pair can be weighed. A good one is among the least loaded, those that cache the
+longest runs of the prompt, and the session's own: nobody else is best in any term of the cost.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass
+from itertools import islice
+from operator import attrgetter
+from typing import Final
+
+from core.membership import Role
+from router.policy.affinity import own_place
+from router.policy.routing_policy import RoutingPolicy
+from router.prefix_view import Run, blocks_held
+from router.view import ClusterView, WorkerView
+
+WIDTH: Final = 6  # workers looked at of each kind and role
+FEW: Final = 32  # holders of a run that are looked at one by one
+
+
+Work = Callable[[WorkerView], int]
+_prompt_tokens: Final[Work] = attrgetter("prompt_tokens")
+_kv_tokens: Final[Work] = attrgetter("kv_tokens")
+
+
+@dataclass(slots=True)
+class Candidate:
+    """hit_blocks: leading blocks of the prompt that it caches; 0 for one that has too much work to be chosen for them.
+    affinity_tokens: taken off its cost."""
+
+    worker: WorkerView
+    hit_blocks: int
+    affinity_tokens: float
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """What candidates are looked for by.
+
+    most_tokens: what a decode worker's KV pool must be able to hold. num_tokens: to compute where nothing is cached.
+    runs: who caches the prompt's beginning.
+    session: key of the request's session, if it has one. avoided: places that fail (router/policy/breaker.py).
+    """
+
+    view: ClusterView
+    policy: RoutingPolicy
+    now: float
+    most_tokens: int
+    num_tokens: int
+    runs: Sequence[Run]
+    session: int | None
+    avoided: Set[str]
+    rng: random.Random
+
+    def decodes(self, *, paired: bool) -> list[Candidate]:
+        """Ready workers that are large enough; `paired`: with a prefill worker, as far as any is."""
+        warm = self._fitting(self.view.ready_decodes_paired()) if paired else []
+        workers = warm or self._fitting(self.view.ready_workers(Role.DECODE))
+        return self._candidates(workers, _kv_tokens)
+
+    def prefills(self, decodes: Sequence[Candidate]) -> list[Candidate]:
+        """Ready workers with a warm path to one of `decodes`."""
+        linked = 0
+        for decode in decodes:
+            linked |= decode.worker.linked
+        workers = self.view.ready_workers(Role.PREFILL)
+        if self.view.ready_slots(Role.PREFILL) & ~linked:
+            workers = [worker for worker in workers if linked >> worker.slot & 1]
+        return self._candidates(workers, _prompt_tokens)
+
+    def _fitting(self, workers: list[WorkerView]) -> list[WorkerView]:
+        return [worker for worker in workers if worker.most_tokens >= self.most_tokens]
+
+    def _candidates(self, workers: list[WorkerView], work: Work) -> list[Candidate]:
+        if self.avoided:  # but a place that fails is better than none
+            workers = [worker for worker in workers if worker.ref.worker_id not in self.avoided] or workers
+        heard_s = self.now - self.policy.stale_after_s
+        fresh = [worker for worker in workers if worker.heard_at_s >= heard_s]
+        if not fresh:  # nothing is known to hold: the better one of two at random
+            two = self.rng.sample(workers, min(2, len(workers)))
+            return [Candidate(worker, 0, 0.0) for worker in two]
+        own = None
+        if self.session is not None:
+            own = fresh[own_place(self.session, [worker.place_key for worker in fresh])]
+        chosen = fresh if len(fresh) <= 2 * WIDTH else self._narrowed(fresh, work, own)
+        most = self.policy.imbalance * (min(map(work, chosen)) + self.num_tokens)
+        return [
+            Candidate(
+                worker,
+                blocks_held(self.runs, worker.slot) if work(worker) <= most else 0,
+                self.policy.affinity_tokens if worker is own else 0.0,
+            )
+            for worker in chosen
+        ]
+
+    def _narrowed(self, fresh: list[WorkerView], work: Work, own: WorkerView | None) -> list[WorkerView]:
+        by_work = sorted(fresh, key=work)
+        chosen = dict.fromkeys(by_work[:WIDTH])
+        chosen |= dict.fromkeys(self._holders(by_work, work))
+        return list(chosen if own is None else {**chosen, own: None})
+
+    def _holders(self, by_work: list[WorkerView], work: Work) -> list[WorkerView]:
+        """Those that cache the longest runs; of equals the least loaded."""
+        usable = set(by_work)
+        found: dict[WorkerView, None] = {}
+        for run in reversed(self.runs[-WIDTH:]):
+            if run.holders.bit_count() > FEW:
+                holders = list(islice((worker for worker in by_work if run.holders >> worker.slot & 1), WIDTH))
+            else:
+                holders = [worker for worker in map(self.view.at, _slots(run.holders)) if worker in usable]
+                holders.sort(key=work)
+            found |= dict.fromkeys(holders)
+            if len(found) >= WIDTH:
+                break
+        return list(found)[:WIDTH]
+
+
+def _slots(bits: int) -> list[int]:
+    found = []
+    while bits:
+        lowest = bits & -bits
+        found.append(lowest.bit_length() - 1)
+        bits ^= lowest
+    return found

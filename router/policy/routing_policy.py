@@ -1,0 +1,32 @@
+"""What an operator says of routing: the section `routing` of the policy file."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from router.strict import Strict
+
+Weight = Annotated[float, Field(ge=0, le=1000)]
+
+
+class RoutingPolicy(Strict):
+    """Costs are in tokens: 1 is a prompt token computed by a worker of usual pace.
+
+    local_prefill_cost: what a prompt token computed on a decode worker costs, as it delays the streams there; None: as
+    the router was started. overlap_weight: what a prompt token in a worker's device cache saves. kv_token_cost: what
+    each token of a decode worker's open requests costs the next one. transfer_weight: what a token's worth of KV
+    transfer costs; much of it is hidden behind computing. imbalance: a worker that has more than so many times the work
+    of the least loaded one, this prompt included, is not chosen for what it caches. affinity_tokens: what it is worth
+    to serve a session where it was served before. stale_after_s: a worker that last reported longer ago is used only
+    when all did.
+    """
+
+    local_prefill_cost: Annotated[float, Field(ge=1)] | None = None
+    overlap_weight: Annotated[float, Field(ge=0, le=1)] = 1.0
+    kv_token_cost: Weight = 0.2
+    transfer_weight: Weight = 0.5
+    imbalance: Annotated[float, Field(ge=1)] = 4.0
+    affinity_tokens: Annotated[float, Field(ge=0)] = 64.0
+    stale_after_s: Annotated[float, Field(gt=0, le=60)] = 3.0
