@@ -64,6 +64,8 @@ class ClusterConfig:
     """Where the workers' controller listens, for `tandem role` and `tandem drain`; whoever reaches it is obeyed."""
     controller_port: int = 50053
     """0: any free port."""
+    keep_workers: bool = False
+    """`tandem controller` leaves its workers running when it is stopped: the next one takes them over."""
     controller_health_host: str = "127.0.0.1"
     """Where `tandem controller` answers /livez and /readyz."""
     controller_health_port: int = 8081

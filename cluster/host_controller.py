@@ -5,7 +5,7 @@
 2. Start each wanted worker on a host that has its role's custom resource free, and replace what dies. A host that is
    not there yet, or not any more, shows as a worker that does not start: it is tried again.
 3. Tell every router who died; a router that starts anew hears of the old deaths too.
-4. Stop: drain the workers, end them, leave Ray.
+4. Stop: drain the workers, end them, leave Ray; or leave them to the next controller (`keep_workers`).
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class HostController:
             if working.done():
                 working.result()
             self._stopping = True
-            if self._keeping:
+            if self._keeping and not self._config.keep_workers:
                 async with self._progress.step("draining the workers"):
                     await self._controller.stop()
         finally:
