@@ -15,17 +15,27 @@ from core.errors import BadRequest, Rejected, RejectReason, TransferFailed, Work
 from core.handoff import HandoffTicket
 from core.membership import GivenWork, Role, WorkerInfo, WorkerLoad, WorkerRef
 from core.messages import (
+    CacheEvents,
     CancelRequest,
     PeerConnected,
     Refused,
     RefuseReason,
     ReserveBlocks,
     Reserved,
+    ResyncCache,
     StartGeneration,
     StartPrefill,
     StepOutput,
 )
-from core.request import FinishReason, GenerateRequest, Placement, SamplingParams, StopConditions, TokenDelta
+from core.request import (
+    FinishReason,
+    GenerateRequest,
+    Placement,
+    SamplingParams,
+    StopConditions,
+    TokenDelta,
+    WorkUsage,
+)
 from router.admission.room import PromptsOut
 from router.dispatcher import Deliver, Dispatcher, DispatcherConfig, Effect, Fail, Planned, Send
 from router.policy.choose import PlanReason
@@ -647,3 +657,36 @@ def test_a_request_that_fits_into_no_pool_is_refused_at_once_and_one_that_fits_t
     cluster.assert_idle()
     cluster.join("d2", num_blocks=2)
     assert [effect.worker for effect in cluster.submit() if isinstance(effect, Send)] == [cluster.refs["d2"]]
+
+
+def test_a_place_that_loses_worker_after_worker_is_left_alone_and_probed() -> None:
+    """Also by its next incarnation; the other one serves meanwhile."""
+    cluster = Cluster("d1", "d2")
+    for life in ("2", "3", "4"):
+        cluster.dispatcher.worker_lost(cluster.refs["d1"], 10.0)
+        cluster.join("d1", life=life)
+    chosen = [prefilled_by(cluster.submit(f"r{number}", now=10.5)) for number in range(3)]
+    assert chosen == ["d2"] * 3
+    assert prefilled_by(cluster.submit("probe", now=11.0)) == "d1"
+    assert prefilled_by(cluster.submit("other", now=11.0)) == "d2"
+    usage = WorkUsage(computed_tokens=20)
+    [attempt] = [name for name in cluster.dispatcher._attempts if name.startswith("probe#")]
+    cluster.say("d1", replace(delta(0, 5, attempt=attempt), usage=usage), now=11.5)
+    assert prefilled_by(cluster.submit("again", now=11.5)) == "d1"
+
+
+def test_a_worker_that_ends_after_a_drain_has_not_failed() -> None:
+    cluster = Cluster("d1", "d2")
+    for life in ("2", "3", "4"):
+        cluster.view.draining(cluster.refs["d1"])
+        cluster.dispatcher.worker_lost(cluster.refs["d1"], 10.0)
+        cluster.join("d1", life=life)
+    assert "d1" in {prefilled_by(cluster.submit(f"r{number}", now=10.5)) for number in range(2)}
+
+
+def test_a_gap_in_what_a_worker_caches_is_asked_for_once() -> None:
+    cluster = Cluster("d1")
+    for sequence, asked in ((1, []), (3, [ResyncCache()]), (4, [])):
+        events = CacheEvents(sequence, bytes(8), b"", reset=sequence == 1)
+        said = cluster.dispatcher.answered(cluster.refs["d1"], StepOutput((), IDLE, cache=events), 0.0)
+        assert commands(said) == asked
