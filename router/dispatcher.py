@@ -275,7 +275,7 @@ class Dispatcher:
         num_tokens = leg.request.num_given_tokens
         self._view.assign(plan.decode, num_tokens)
         self._view.begin_prefill(plan.prefiller, leg.computed_tokens)
-        self.admission.out.begin(num_tokens)
+        self.admission.out.begin(leg.computed_tokens, num_tokens)
         leg.prefill_open, leg.prefill_begun_s = True, now
         planned = Planned(flow.request.request_id, flow.num_plans, attempt_id, plan, now - flow.arrived_s)
         if plan.prefill is None:
@@ -425,6 +425,6 @@ class Dispatcher:
         leg.prefill_open = False
         self._view.end_prefill(leg.plan.prefiller, leg.computed_tokens)
         placed = leg.plan.prefill is not None and leg.stage is not Stage.RESERVING
-        self.admission.out.end(leg.request.num_given_tokens, placed=placed)
+        self.admission.out.end(leg.computed_tokens, leg.request.num_given_tokens, placed=placed)
         if leg.plan.prefill is not None:
             self._view.unassign(leg.plan.prefill, leg.request.num_given_tokens)

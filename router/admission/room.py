@@ -20,31 +20,32 @@ LEAST_PROMPTS: Final = 2
 
 @dataclass(slots=True)
 class PromptsOut:
-    """Prompts that workers have and whose first token has not come. unplaced: those of them for which no decode worker
-    has said yet that it has KV blocks: what it says is free does not count them."""
+    """Prompts that workers have and whose first token has not come. num_tokens: of them to compute, as what is cached
+    keeps no worker busy. unplaced: those of them for which no decode worker has said yet that it has KV blocks: what it
+    says is free does not count them."""
 
     num_prompts: int = 0
     num_tokens: int = 0
     unplaced_prompts: int = 0
     unplaced_tokens: int = 0
 
-    def begin(self, num_tokens: int) -> None:
+    def begin(self, computed_tokens: int, prompt_tokens: int) -> None:
         self.num_prompts += 1
-        self.num_tokens += num_tokens
+        self.num_tokens += computed_tokens
         self.unplaced_prompts += 1
-        self.unplaced_tokens += num_tokens
+        self.unplaced_tokens += prompt_tokens
 
-    def place(self, num_tokens: int) -> None:
+    def place(self, prompt_tokens: int) -> None:
         """Its KV blocks are reserved."""
         self.unplaced_prompts -= 1
-        self.unplaced_tokens -= num_tokens
+        self.unplaced_tokens -= prompt_tokens
 
-    def end(self, num_tokens: int, *, placed: bool) -> None:
+    def end(self, computed_tokens: int, prompt_tokens: int, *, placed: bool) -> None:
         """Its first token is here, or will not come."""
         self.num_prompts -= 1
-        self.num_tokens -= num_tokens
+        self.num_tokens -= computed_tokens
         if not placed:
-            self.place(num_tokens)
+            self.place(prompt_tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from core.errors import BadRequest, Rejected, RejectReason, TransferFailed, WorkerLost
 from core.handoff import HandoffTicket
+from core.identity import KEY_BYTES
 from core.membership import GivenWork, Role, WorkerInfo, WorkerLoad, WorkerRef
 from core.messages import (
     CacheEvents,
@@ -690,3 +691,13 @@ def test_a_gap_in_what_a_worker_caches_is_asked_for_once() -> None:
         events = CacheEvents(sequence, bytes(8), b"", reset=sequence == 1)
         said = cluster.dispatcher.answered(cluster.refs["d1"], StepOutput((), IDLE, cache=events), 0.0)
         assert commands(said) == asked
+
+
+def test_what_is_cached_takes_no_room_at_the_workers_from_what_is_not() -> None:
+    cluster = Cluster("d1", tokens_ahead=20)
+    cached = CacheEvents(1, (7).to_bytes(KEY_BYTES, "little"), b"", reset=True)
+    cluster.dispatcher.answered(cluster.refs["d1"], StepOutput((), IDLE, cache=cached), 0.0)
+    for name, keys in (("hit", (7,)), ("miss", (8,)), ("hit again", (7,))):
+        cluster.dispatcher.submit(request(name), Placement.AUTO, 0.0, keys=keys)
+    out = cluster.dispatcher.admission.out
+    assert (out.num_prompts, out.num_tokens, out.unplaced_tokens) == (2, 4 + 20, 40)  # the third waits

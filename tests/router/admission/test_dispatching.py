@@ -25,7 +25,7 @@ class Cluster:
         self.dispatcher = Dispatcher(DispatcherConfig(tokens_ahead=200), self.view, "x")
         self.dispatcher.admission.policy = AdmissionPolicy(queue=QueuePolicy(**queue))
         for ref in WORKERS[:num_workers]:
-            self.view.register(WorkerInfo(ref, Role.DECODE, "", b"id", 16, 1024, 100, 1024))
+            self.view.register(WorkerInfo(ref, Role.DECODE, "", b"id", 16, 1024, 100, 1024), now=0.0)
             self.view.ready(ref)
         self.dispatcher.serve_queue(0.0)
         self.attempts: dict[str, str] = {}  # of each request, the latest

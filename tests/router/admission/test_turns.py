@@ -40,7 +40,7 @@ def admitted(books: Admission, num_tokens: int = 40, now: float = 0.0) -> list[s
     """Those whose turn it is, each sent at once."""
     found = []
     while (request_id := books.next(now)) is not None:
-        books.out.begin(num_tokens)
+        books.out.begin(num_tokens, num_tokens)
         found.append(request_id)
     return found
 
@@ -68,10 +68,10 @@ def test_a_first_token_lets_the_next_one_go() -> None:
     for number in range(5):
         books.enter(request(f"r{number}"), 0.0)
     assert admitted(books) == ["r0", "r1", "r2"]
-    books.out.end(40, placed=False)
+    books.out.end(40, 40, placed=False)
     assert admitted(books) == ["r3"]
     books.leave("r4", 0.0)
-    books.out.end(40, placed=False)
+    books.out.end(40, 40, placed=False)
     assert admitted(books) == []
 
 
