@@ -101,30 +101,37 @@ class WorkerActor(_HostActor):
 
     def __init__(self, host_path: str) -> None:
         super().__init__(host_path, WORKER_ENVIRONMENT)
+        self._started: ServingWorker | None = None
+        self._serves = self._drained = False
         self._sigterm = _wakeup_on_sigterm()
-        self._serving: ServingWorker | None = None
+
+    async def prepare(self) -> None:
+        """As above. From now on SIGTERM is a notice that the host goes away."""
+        asyncio.get_running_loop().add_reader(self._sigterm, self._noticed)
+        await super().prepare()
 
     async def start(self, config: WorkerConfig) -> WorkerInfo:
-        """Pin, load weights, listen, announce. From now on SIGTERM is a notice that the host goes away."""
+        """Pin, load weights, listen, announce."""
         if config.log_file is not None:
             _redirect_output(config.log_file)
         setup_logs(config.worker_id)
         if config.cpu_core is not None:
             os.sched_setaffinity(0, {config.cpu_core})
         info: WorkerInfo = await super().start(config)
-        loop = asyncio.get_running_loop()
-        loop.add_reader(self._sigterm, self._noticed, config)
-        self._serving = ServingWorker(config, info)
+        self._started, self._serves = ServingWorker(config, info), True
         return info
 
     async def describe(self) -> ServingWorker | None:
         """For a controller that did not start it. None: it has not started, drains, or changes its role."""
-        return self._serving
+        return self._started if self._serves else None
 
-    def _noticed(self, config: WorkerConfig) -> None:
+    def _noticed(self) -> None:
         if signal.SIGTERM not in self._sigterm.recv(64):
             return
+        if self._started is None:
+            os._exit(0)
         asyncio.get_running_loop().remove_reader(self._sigterm)
+        config = self._started.config
         self._leaving = asyncio.create_task(self._leave(config.drain_timeout_s, config.drain_finish_s))
 
     async def _leave(self, timeout_s: float, finish_s: float) -> None:
@@ -137,15 +144,17 @@ class WorkerActor(_HostActor):
 
     async def drain(self, timeout_s: float, finish_s: float) -> str:
         """As cluster.worker_host.WorkerHost.drain."""
-        self._serving = None
+        self._serves, self._drained = False, True
         return str(await self._host.drain(timeout_s, finish_s))
 
     async def switch_role(self, role: Role, timeout_s: float, finish_s: float) -> str:
         """As cluster.worker_host.WorkerHost.switch_role."""
-        before, self._serving = self._serving, None
+        self._serves = False
         left = str(await self._host.switch_role(role, timeout_s, finish_s))
-        if before is not None:
-            self._serving = before if left else replace(before, info=replace(before.info, role=role))
+        if not left and self._started is not None:
+            self._started = replace(self._started, info=replace(self._started.info, role=role))
+            self._drained = False
+        self._serves = not self._drained
         return left
 
 
@@ -159,8 +168,9 @@ class RouterActor(_HostActor):
 
 
 def _wakeup_on_sigterm() -> socket.socket:
-    """Readable once SIGTERM has come. Ray runs us beside the main thread, which alone may set a handler, and is in C++
-    between calls: it does so with its next call, and what then comes at once is the byte that CPython itself writes."""
+    """Readable once SIGTERM has come. Call it in an actor's constructor: Ray runs that beside the main thread, which
+    alone may set a handler, does so when it takes over the new actor, and never runs Python again. So what comes of it
+    is the byte that CPython's own C handler writes; Ray's handler would leave a process that hangs."""
     reader, writer = socket.socketpair()
     reader.setblocking(False)
     writer.setblocking(False)

@@ -57,6 +57,20 @@ def find(pid: int) -> Process | None:
     return stat.process if stat else None
 
 
+def listening_on(port: int) -> Process | None:
+    """The process that listens on this loopback port, if we may look into it."""
+    listening = "0A"  # include/net/tcp_states.h
+    rows = [
+        line.split() for table in ("tcp", "tcp6") for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]
+    ]
+    sockets = {f"socket:[{row[9]}]" for row in rows if row[3] == listening and row[1].endswith(f":{port:04X}")}
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):  # it has ended meanwhile, or is another user's
+            if entry.name.isdigit() and any(os.readlink(file) in sockets for file in (entry / "fd").iterdir()):
+                return find(int(entry.name))
+    return None
+
+
 def is_alive(process: Process) -> bool:
     """Whether it still runs; a zombie does not."""
     stat = _read_stat(process.pid)

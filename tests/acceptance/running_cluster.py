@@ -18,6 +18,7 @@ from typing import Any
 import grpc
 from tandem.v1 import worker_pb2, worker_pb2_grpc
 
+from cluster import processes
 from engine.cpu.build import cache_folder as kernel_cache
 from tests.free_ports import free_ports
 
@@ -163,17 +164,6 @@ def explain(cache: Path) -> str:
 
 def pid_listening_on(port: int) -> int:
     """The process that has a listening socket on 127.0.0.1:port."""
-    inodes = set()
-    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        for line in Path(table).read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A" and int(fields[1].rpartition(":")[2], 16) == port:
-                inodes.add(f"socket:[{fields[9]}]")
-    for process in Path("/proc").iterdir():
-        if process.name.isdigit():
-            try:
-                if any(os.readlink(file) in inodes for file in (process / "fd").iterdir()):
-                    return int(process.name)
-            except OSError:
-                continue  # ended while we looked
-    raise AssertionError(f"nobody listens on {port}")
+    process = processes.listening_on(port)
+    assert process is not None, f"nobody listens on {port}"
+    return process.pid

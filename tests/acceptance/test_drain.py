@@ -96,7 +96,7 @@ def test_sigterm_to_a_worker_is_a_drain_and_then_another_life(
     started = streams(cluster, "sigterm")
     before = cluster.workers()["decode-1"].worker.ref.incarnation
     os.kill(cluster.worker_pid("decode-1"), signal.SIGTERM)
-    wait_until(lambda: cluster.workers()["decode-1"].life == "draining", 5.0)
+    wait_until(lambda: cluster.workers()["decode-1"].life == "draining", 30.0)
     assert_all(started, undisturbed)
 
     def replaced() -> bool:

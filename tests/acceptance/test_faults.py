@@ -145,23 +145,6 @@ def test_decode_worker_killed_while_its_prompt_is_computed_elsewhere(cluster: Ru
     assert_serves(cluster, "after-target")
 
 
-def test_a_frozen_decode_worker_is_a_dead_one(cluster: RunningCluster) -> None:
-    stream = Streaming(cluster, SHORT.prompt_ids, max_tokens=400, ignore_eos=True, cache_salt="freeze")
-    wait_until(lambda: len(stream.token_ids) > 5, 60.0)
-    before = cluster.workers()["decode-0"].worker.ref.incarnation
-    os.kill(cluster.worker_pid("decode-0"), signal.SIGSTOP)
-
-    def replaced() -> bool:
-        worker = cluster.workers().get("decode-0")
-        return worker is not None and worker.worker.ref.incarnation != before and worker.life == "ready"
-
-    wait_until(replaced, 90.0, lambda: str(cluster.status()))
-    stream.join(60)
-    assert stream.error is None and len(stream.token_ids) == 400
-    assert tuple(stream.token_ids[: len(SHORT.output_ids)]) == SHORT.output_ids
-    assert_serves(cluster, "after-freeze")
-
-
 def test_a_killed_router_is_replaced_and_its_streams_leave_nothing(cluster: RunningCluster) -> None:
     stream = Streaming(cluster, SHORT.prompt_ids, max_tokens=2000, ignore_eos=True, cache_salt="kill-router")
     wait_until(lambda: len(stream.token_ids) > 5, 60.0)

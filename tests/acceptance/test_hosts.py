@@ -21,6 +21,7 @@ import yaml
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tandem.v1 import worker_pb2
 
+from cluster.main import main
 from tests.acceptance.golden import CASES
 from tests.acceptance.namespaces import Host, hosts
 from tests.acceptance.running_cluster import ROOT, RunningCluster, wait_until
@@ -195,6 +196,20 @@ def test_kv_moves_from_host_to_host_by_tcp(cluster: Cluster) -> None:
     assert kv_bytes > 50 << 20
     assert kv_bytes <= sent.pop("prefill") < 1.2 * kv_bytes
     assert max(sent.values()) < 1 << 20, sent  # the others: tokens, and who lives
+
+
+def test_a_worker_changes_its_role_where_it_is(cluster: Cluster) -> None:
+    """Every router hears it, and its host stays one for decode workers."""
+
+    def roles(worker_id: str) -> set[int]:
+        return {router.workers()[worker_id].worker.role for router in (cluster.running, cluster.other_router)}
+
+    before = cluster.running.workers()["decode-1"].worker
+    for to, role in (("prefill", worker_pb2.ROLE_PREFILL), ("decode", worker_pb2.ROLE_DECODE)):
+        assert main(["role", "decode-1", to, "--controller", cluster.running.controller]) == 0
+        wait_until(lambda role=role: roles("decode-1") == {role}, 5.0)
+        assert complete(cluster, f"as-{to}") > 0
+    assert cluster.running.workers()["decode-1"].worker == before
 
 
 def test_the_loss_of_a_host_is_survived(cluster: Cluster) -> None:

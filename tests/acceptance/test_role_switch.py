@@ -40,7 +40,7 @@ def test_decode_to_prefill_and_back_while_streams_run(
 ) -> None:
     cluster = two_decodes
     before = lives(cluster, "decode-1")
-    assert before[2] == 1
+    assert before[2] >= 1
     started = streams(cluster, "switch", count=6)
     assert role(cluster, "decode-1", "prefill") == 0
     assert "decode-1 serves as prefill after" in capsys.readouterr().out

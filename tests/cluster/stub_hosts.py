@@ -18,6 +18,7 @@ from router.config import RouterConfig
 BLOCK_BYTES = 1024
 BLOCKS_MOVED = 3
 ANNOUNCE_EVERY_S = 0.05
+STUCK_S = 60.0
 
 
 class StubWorkerHost:
@@ -36,6 +37,12 @@ class StubWorkerHost:
     async def drain(self, _timeout_s: float, _finish_s: float) -> str:
         self._announcing.cancel()
         return ""
+
+    async def switch_role(self, role: Role, timeout_s: float, _finish_s: float) -> str:
+        """Does so, unless it is given little time; much of it is taken."""
+        if timeout_s >= STUCK_S:
+            await asyncio.Event().wait()
+        return f"not idle in time: no {role}" if timeout_s < 1.0 else ""
 
     async def stop(self) -> None:
         self._server.close()

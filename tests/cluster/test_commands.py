@@ -62,7 +62,19 @@ def chat_url() -> Iterator[str]:
 
 @pytest.mark.parametrize(
     "arguments",
-    [[], ["up"], ["router"], ["controller"], ["chat"], ["status"], ["role"], ["drain"], ["model"], ["model", "fetch"]],
+    [
+        [],
+        ["up"],
+        ["router"],
+        ["controller"],
+        ["chat"],
+        ["status"],
+        ["role"],
+        ["drain"],
+        ["drill"],
+        ["model"],
+        ["model", "fetch"],
+    ],
 )
 def test_each_command_explains_itself(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:

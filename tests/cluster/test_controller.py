@@ -6,19 +6,30 @@ import asyncio
 import os
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from random import SystemRandom
 from typing import Any
 
 import pytest
 from listening import is_loopback, listening_addresses
+from stub_hosts import STUCK_S
 
 from cluster import processes
 from cluster.actors import WorkerActor
 from cluster.burial import bury_here
 from cluster.config import ClusterConfig, WorkerConfig, worker_config
 from cluster.controller import Controller
-from cluster.fleet import Event, Fleet, StartFailed, StartWorker, WorkerDied, WorkerStarted
+from cluster.fleet import (
+    DrainRefused,
+    Event,
+    Fleet,
+    RefusalReason,
+    StartFailed,
+    StartWorker,
+    WorkerDied,
+    WorkerStarted,
+)
 from cluster.ray_runtime import Actor, ActorError, RayRuntime
 from core.membership import Role, WorkerRef
 
@@ -114,6 +125,32 @@ async def test_a_frozen_worker_is_killed_and_replaced(make_cluster: Any, monkeyp
     await asyncio.wait_for(cluster.deaths.get(), TIMEOUT_S)
     assert not processes.is_alive(frozen)  # never reported before it is true
     await cluster.next_of(WorkerStarted)
+
+
+async def test_a_role_is_changed_kept_or_given_to_the_next_life_and_one_worker_at_a_time(make_cluster: Any) -> None:
+    cluster = make_cluster(num_decode=2)
+    await cluster.all_ready()
+    controller: Controller = cluster.controller
+    before = controller.workers["decode-1"]
+    assert await controller.drain("decode-1", Role.PREFILL, force=False, timeout_s=1.0)
+    assert controller.workers["decode-1"] == replace(before, role=Role.PREFILL) and controller.all_ready
+    assert not await controller.drain("decode-1", Role.PREFILL, force=False, timeout_s=1.0)
+    with pytest.raises(DrainRefused, match="no decode") as kept:
+        await controller.drain("decode-1", Role.DECODE, force=False, timeout_s=0.5)
+    assert kept.value.reason is RefusalReason.NOT_DRAINED and controller.all_ready
+    assert controller.workers["decode-1"].role is Role.PREFILL
+
+    dies = asyncio.create_task(controller.drain("decode-1", Role.DECODE, force=False, timeout_s=STUCK_S))
+    await asyncio.sleep(0)
+    with pytest.raises(DrainRefused, match="decode-1 is draining"):
+        await controller.drain("prefill-0", Role.DECODE, force=False, timeout_s=1.0)
+    os.kill(await cluster.actors["decode-1"].call("ping", timeout_s=5.0), signal.SIGKILL)
+    with pytest.raises(DrainRefused) as lost:
+        await dies
+    assert lost.value.reason is RefusalReason.WORKER_LOST
+    await cluster.next_of(WorkerDied)
+    await cluster.next_of(WorkerStarted)
+    assert controller.workers["decode-1"].role is Role.DECODE
 
 
 async def test_a_worker_that_cannot_start_says_why_and_logs_where(make_cluster: Any, tmp_path: Path) -> None:
