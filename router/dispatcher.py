@@ -161,13 +161,13 @@ class Dispatcher:
         max_wait_s = self.admission.max_wait_s(request)
         flow.legs.append(Leg(flow, request, tuple(range(request.num_choices)), now + max_wait_s))
         self._flows[request.request_id] = flow
-        effects = [] if shed is None else self._fail(self._flows[shed.request_id], shed.error, now)
+        effects = [] if shed is None else self._fail(self._flows[shed.request_id], shed.error)
         return [*effects, *self._admit(now)]
 
     def cancel(self, request_id: str, now: float) -> list[Effect]:
         """The client left, or has what it wanted. Unknown ids are ignored."""
         flow = self._flows.get(request_id)
-        return [] if flow is None else [*self._end(flow, now), *self._admit(now)]
+        return [] if flow is None else [*self._end(flow), *self._admit(now)]
 
     def answered(self, worker: WorkerRef, answer: Answer, now: float) -> list[Effect]:
         """What a worker said."""
@@ -225,10 +225,10 @@ class Dispatcher:
         for flow in list(self._flows.values()):
             if any(leg.stage is Stage.QUEUED and now >= leg.queue_deadline_s for leg in flow.legs):
                 error = self.admission.waited_too_long(flow.request.request_id, now - flow.arrived_s)
-                effects += self._fail(flow, error, now)
+                effects += self._fail(flow, error)
             elif now >= flow.deadline_s:
                 message = f"not done within {self._config.request_timeout_s} s"
-                effects += self._fail(flow, Rejected(RejectReason.TIMEOUT, message), now)
+                effects += self._fail(flow, Rejected(RejectReason.TIMEOUT, message))
         return [*effects, *self._admit(now)]
 
     def _admit(self, now: float) -> list[Effect]:
@@ -300,9 +300,9 @@ class Dispatcher:
             return []
         match answer.reason:
             case RefuseReason.BAD_REQUEST:
-                return self._fail(leg.flow, BadRequest("prompt", answer.message), now)
+                return self._fail(leg.flow, BadRequest("prompt", answer.message))
             case RefuseReason.NO_BLOCKS:
-                return self._fail(leg.flow, Rejected(RejectReason.QUEUE_TIMEOUT, answer.message), now)
+                return self._fail(leg.flow, Rejected(RejectReason.QUEUE_TIMEOUT, answer.message))
             case RefuseReason.TRANSFER_FAILED:
                 for ref in (
                     (worker,) if leg.plan is None else leg.plan.workers
@@ -342,11 +342,11 @@ class Dispatcher:
             for item in ready
         ]
         if broken:
-            return effects + self._end(flow, now)
+            return effects + self._end(flow)
         if all(output.ended for output in leg.outputs):
             # A decode worker that has not drawn the last token does not know yet that nothing is left to do.
             effects += self._recall(leg) if worker == leg.plan.prefill else []
-            self._close(leg, now)
+            self._close(leg)
         return effects
 
     def _plan_again(self, leg: Leg, error: TandemError, now: float) -> list[Effect]:
@@ -357,7 +357,7 @@ class Dispatcher:
         if flow.num_migrations > self._config.max_migrations or (
             not moves and leg.num_failures >= self._config.max_attempts
         ):
-            return self._fail(flow, error, now)
+            return self._fail(flow, error)
         return self._move(leg, now)
 
     def _move(self, leg: Leg, now: float) -> list[Effect]:
@@ -375,14 +375,14 @@ class Dispatcher:
         flow.legs += continued
         return effects + [effect for item in continued for effect in self._plan(item, now)]
 
-    def _fail(self, flow: Flow, error: TandemError, now: float) -> list[Effect]:
-        return [*self._end(flow, now), Fail(flow.request.request_id, error)]
+    def _fail(self, flow: Flow, error: TandemError) -> list[Effect]:
+        return [*self._end(flow), Fail(flow.request.request_id, error)]
 
-    def _end(self, flow: Flow, now: float) -> list[Effect]:
+    def _end(self, flow: Flow) -> list[Effect]:
         """Nothing more is wanted of it."""
         effects = [effect for leg in flow.legs for effect in self._recall(leg)]
         for leg in list(flow.legs):
-            self._close(leg, now)
+            self._close(leg)
         return effects
 
     def _recall(self, leg: Leg) -> list[Effect]:
@@ -394,7 +394,7 @@ class Dispatcher:
             workers.append(leg.plan.prefill)
         return [Send(ref, CancelRequest(leg.request.request_id)) for ref in workers if self._view.get(ref) is not None]
 
-    def _close(self, leg: Leg, now: float) -> None:
+    def _close(self, leg: Leg) -> None:
         """It is over; with its last leg a request is."""
         if leg.stage is not Stage.QUEUED:
             self._take_off_the_books(leg)
@@ -402,12 +402,12 @@ class Dispatcher:
         leg.move(Stage.DONE)
         leg.flow.legs.remove(leg)
         if not leg.flow.legs:
-            self._forget(leg.flow, now)
+            self._forget(leg.flow)
 
-    def _forget(self, flow: Flow, now: float) -> None:
+    def _forget(self, flow: Flow) -> None:
         request = flow.request
         del self._flows[request.request_id]
-        self.admission.leave(request.request_id, now)
+        self.admission.leave(request.request_id)
         for output in flow.outputs:
             if output.ended:
                 self.admission.expected.learn(request.tenant, len(output.tokens))

@@ -81,13 +81,14 @@ class Admission:
         if not self._count(now).has_room(self.out, tokens_ahead):
             return None
         item = self.line.pop(now)
-        self._drain.served(item.cost, now, more=bool(self.line))
+        self._drain.served(item.cost, now)
+        self._note_empty()
         return item.request_id
 
-    def leave(self, request_id: str, now: float) -> None:
+    def leave(self, request_id: str) -> None:
         """It is over, or does not wait any longer."""
         self.line.remove(request_id)
-        self._drain.served(0, now, more=bool(self.line))
+        self._note_empty()
 
     def waited_too_long(self, request_id: str, waited_s: float) -> Rejected:
         """Why a request that waited for its turn, or for workers after it, is turned away."""
@@ -108,6 +109,10 @@ class Admission:
         """What was counted of them is no longer so."""
         self._counted_s = -RECOUNT_S
 
+    def _note_empty(self) -> None:
+        if not self.line:
+            self._drain.emptied()
+
     def _count(self, now: float) -> Capacity:
         if now - self._counted_s >= RECOUNT_S:
             self._capacity, self._counted_s = Capacity.count(self._view.workers()), now
@@ -124,14 +129,17 @@ class Admission:
             )
 
     def _predict_ttft_s(self, item: Waiting, prompt_tokens: int, now: float) -> float | None:
-        """The wait in line, then behind what is out, then its own prompt; None before any worker has shown its pace."""
+        """The wait in line, then behind what is out, then its own prompt; None before anything is known of the pace.
+
+        Workers learn no pace from very short prompts (router/policy/decide.py): these are nothing beside the wait.
+        """
         capacity = self._count(now)
-        pace, num_workers = capacity.seconds_per_token, capacity.num_workers
-        if pace is None or not num_workers:
+        pace, num_workers = capacity.seconds_per_token or 0.0, capacity.num_workers
+        rate = self._drain.tokens_per_s or (num_workers / pace if pace else 0.0)
+        if not rate or not num_workers:
             return None
-        before = self.line.tokens_before(item.band, item.tenant, item.cost)
-        rate = self._drain.tokens_per_s or num_workers / pace
-        return before / rate + (self.out.num_tokens / num_workers + prompt_tokens) * pace
+        ahead = (self.out.num_tokens + capacity.others_tokens) / num_workers
+        return self.line.tokens_before(item.band, item.tenant, item.cost) / rate + (ahead + prompt_tokens) * pace
 
 
 def band_of(request: GenerateRequest) -> Band:

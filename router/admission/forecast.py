@@ -31,27 +31,32 @@ class ExpectedCost:
 
 
 class DrainRate:
-    """Tokens that leave the queue in a second, while any wait in it."""
+    """Tokens that leave the queue in a second, while any wait in it: on average at first, then of late."""
 
     def __init__(self) -> None:
         self.tokens_per_s: float | None = None
         self._since_s: float | None = None  # None: nobody waits
         self._tokens = 0
+        self._observed_s = 0.0
 
-    def served(self, tokens: int, now: float, *, more: bool) -> None:
-        """`tokens` left the queue; whether more wait."""
-        if self._since_s is not None:
-            self._tokens += tokens
-            lasted_s = now - self._since_s
-            if lasted_s >= LEAST_SAMPLE_S:
-                sample = self._tokens / lasted_s
-                known = sample if self.tokens_per_s is None else self.tokens_per_s
-                self.tokens_per_s = known + (1 - math.exp(-lasted_s / RATE_MEMORY_S)) * (sample - known)
-                self._since_s, self._tokens = now, 0
-        if not more:
-            self._since_s, self._tokens = None, 0
+    def served(self, tokens: int, now: float) -> None:
+        """`tokens` left the queue for the workers."""
+        if self._since_s is None:
+            return
+        self._tokens += tokens
+        lasted_s = now - self._since_s
+        if lasted_s >= LEAST_SAMPLE_S:
+            self._observed_s += lasted_s
+            weight = max(lasted_s / self._observed_s, 1 - math.exp(-lasted_s / RATE_MEMORY_S))
+            known = self.tokens_per_s or 0.0
+            self.tokens_per_s = known + weight * (self._tokens / lasted_s - known)
+            self._since_s, self._tokens = now, 0
 
     def waiting(self, now: float) -> None:
         """Someone waits from now on, if not already."""
         if self._since_s is None:
             self._since_s = now
+
+    def emptied(self) -> None:
+        """Nobody waits any more."""
+        self._since_s, self._tokens = None, 0
