@@ -11,8 +11,7 @@ from core.membership import Role
 from kv_transfer.effects import LoadFailurePolicy
 from kv_transfer.faults import TransportFaults
 from kv_transfer.redis_url import RedisUrl
-from router.config import RouterConfig
-from router.dispatcher import DispatcherConfig
+from router.config import DispatcherConfig, RouterConfig
 
 DTYPES: Final = ("float32", "bfloat16")
 MAX_WORKERS_PER_ROLE: Final = 64

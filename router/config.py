@@ -6,7 +6,28 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from core.errors import BadRequest
-from router.dispatcher import DispatcherConfig
+
+
+@dataclass(frozen=True, slots=True)
+class DispatcherConfig:
+    """max_open_requests: most requests in any stage. queue_timeout_s: longest wait for ready workers, of a request that
+    had its turn. tokens_ahead: prompt tokens that may be out for each worker, see router/admission/room.py.
+    max_attempts: plans that may fail in a row without a token, while it was computed. max_migrations: how often it may
+    lose the workers that gave it tokens: one that kills them must not kill all. request_timeout_s: its longest life.
+    local_prefill_cost: a prompt is computed on its decode worker when that gives its first token so many times sooner
+    than the prefill workers would; inf: never while there are any."""
+
+    max_open_requests: int = 4096
+    queue_timeout_s: float = 30.0
+    max_attempts: int = 5
+    max_migrations: int = 16
+    request_timeout_s: float = 1800.0
+    local_prefill_cost: float = 2.0
+    tokens_ahead: int = 1024
+
+    def __post_init__(self) -> None:
+        if not self.local_prefill_cost >= 1.0:
+            raise BadRequest("local_prefill_cost", f"must be a number of at least 1, got {self.local_prefill_cost}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,9 @@ the lost worker would have drawn. A draining worker's requests leave it in the s
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Final, assert_never
 
 from core.errors import BadRequest, Rejected, RejectReason, TandemError, TransferFailed, WorkerLost
@@ -23,7 +22,6 @@ from core.membership import Life, Role, WorkerRef
 from core.messages import (
     Answer,
     CancelRequest,
-    Command,
     Draining,
     PeerConnected,
     Refused,
@@ -39,7 +37,10 @@ from core.messages import (
 from core.request import FinishReason, GenerateRequest, Placement, TokenDelta
 from router.admission.admission import Admission
 from router.admission.policy import AdmissionPolicy
+from router.books import Books
+from router.config import DispatcherConfig
 from router.drain import must_leave
+from router.effects import Deliver, Effect, Fail, Planned, Send
 from router.flow import Flow, Leg, Output, Stage
 from router.policy.breaker import Breakers
 from router.policy.choose import Ask, Plan, choose
@@ -49,66 +50,6 @@ from router.view import ClusterView
 FAILURES: Final = frozenset({FinishReason.ABORT, FinishReason.ERROR, FinishReason.DEAD_END})
 
 
-@dataclass(frozen=True, slots=True)
-class DispatcherConfig:
-    """max_open_requests: most requests in any stage. queue_timeout_s: longest wait for ready workers, of a request that
-    had its turn. tokens_ahead: prompt tokens that may be out for each worker, see router/admission/room.py.
-    max_attempts: plans that may fail in a row without a token, while it was computed. max_migrations: how often it may
-    lose the workers that gave it tokens: one that kills them must not kill all. request_timeout_s: its longest life.
-    local_prefill_cost: a prompt is computed on its decode worker when that gives its first token so many times sooner
-    than the prefill workers would; inf: never while there are any."""
-
-    max_open_requests: int = 4096
-    queue_timeout_s: float = 30.0
-    max_attempts: int = 5
-    max_migrations: int = 16
-    request_timeout_s: float = 1800.0
-    local_prefill_cost: float = 2.0
-    tokens_ahead: int = 1024
-
-    def __post_init__(self) -> None:
-        if not self.local_prefill_cost >= 1.0:
-            raise BadRequest("local_prefill_cost", f"must be a number of at least 1, got {self.local_prefill_cost}")
-
-
-@dataclass(frozen=True, slots=True)
-class Send:
-    worker: WorkerRef
-    command: Command
-
-
-@dataclass(frozen=True, slots=True)
-class Deliver:
-    """The next positions of one choice's output. The last one of each choice has a finish reason, the last one of all
-    ends the request."""
-
-    request_id: str
-    delta: TokenDelta
-    last: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Fail:
-    """The request ends with this error."""
-
-    request_id: str
-    error: TandemError
-
-
-@dataclass(frozen=True, slots=True)
-class Planned:
-    """Workers were chosen: for logs, metrics and `explain`. waited_s: since the request came."""
-
-    request_id: str
-    attempt: int
-    attempt_id: str
-    plan: Plan
-    waited_s: float
-
-
-Effect = Send | Deliver | Fail | Planned
-
-
 class Dispatcher:
     """Every open request of one router. `router_id` is of this life of the router alone."""
 
@@ -116,13 +57,11 @@ class Dispatcher:
         self.admission = Admission(AdmissionPolicy(), view, config.tokens_ahead)
         self._config = config
         self._view = view
-        self._router_id = router_id
         self.routing = RoutingPolicy()  # may be replaced at any moment; what is planned stays
         self.breakers = Breakers()
         self._rng = random.Random(router_id)
-        self._serials = itertools.count(1)
         self._flows: dict[str, Flow] = {}  # by request id, in order of arrival
-        self._attempts: dict[str, Leg] = {}  # by attempt id
+        self._books = Books(view, self.admission.out, router_id)
         self._stranded: dict[Leg, None] = {}  # had their turn, and no workers fit
 
     @property
@@ -263,39 +202,30 @@ class Dispatcher:
             self._stranded[leg] = None
             return []
         self._stranded.pop(leg, None)
-        leg.plan = plan
         for ref in plan.workers:
             self.breakers.chosen(ref.worker_id, now)
         flow.num_plans += 1
         for output in leg.outputs:
             output.early.clear()
-        attempt_id = f"{flow.request.request_id}#{self._router_id}.{next(self._serials)}"
-        leg.request = replace(leg.request, request_id=attempt_id)
-        self._attempts[attempt_id] = leg
-        num_tokens = leg.request.num_given_tokens
-        self._view.assign(plan.decode, num_tokens)
-        self._view.begin_prefill(plan.prefiller, leg.computed_tokens)
-        self.admission.out.begin(leg.computed_tokens, num_tokens)
-        leg.prefill_open, leg.prefill_begun_s = True, now
+        self._books.begin(leg, plan, now)
+        attempt_id = leg.request.request_id
         planned = Planned(flow.request.request_id, flow.num_plans, attempt_id, plan, now - flow.arrived_s)
         if plan.prefill is None:
             leg.move(Stage.DECODING)
             return [planned, Send(plan.decode, StartGeneration(leg.request))]
         leg.move(Stage.RESERVING)
-        self._view.assign(plan.prefill, num_tokens)
         return [planned, Send(plan.decode, ReserveBlocks(leg.request, attempt_id, plan.prefill))]
 
     def _reserved(self, answer: Reserved, now: float) -> list[Effect]:
-        leg = self._attempts.get(answer.request_id)
+        leg = self._books.attempts.get(answer.request_id)
         if leg is None or leg.stage is not Stage.RESERVING or leg.plan is None or leg.plan.prefill is None:
             return []
         leg.move(Stage.PREFILLING)
-        self.admission.out.place(leg.request.num_given_tokens)
-        leg.prefill_begun_s = now
+        self._books.place(leg, now)
         return [Send(leg.plan.prefill, StartPrefill(leg.request, answer.ticket))]
 
     def _refused(self, worker: WorkerRef, answer: Refused, now: float) -> list[Effect]:
-        leg = self._attempts.get(answer.request_id)
+        leg = self._books.attempts.get(answer.request_id)
         if leg is None:
             return []
         match answer.reason:
@@ -304,9 +234,8 @@ class Dispatcher:
             case RefuseReason.NO_BLOCKS:
                 return self._fail(leg.flow, Rejected(RejectReason.QUEUE_TIMEOUT, answer.message))
             case RefuseReason.TRANSFER_FAILED:
-                for ref in (
-                    (worker,) if leg.plan is None else leg.plan.workers
-                ):  # one end does not know which one failed
+                # One end does not know which one failed.
+                for ref in (worker,) if leg.plan is None else leg.plan.workers:
                     self.breakers.failed(ref.worker_id, now)
                 return self._plan_again(leg, TransferFailed(f"{worker}: {answer.message}"), now)
             case RefuseReason.DRAINING:
@@ -319,15 +248,14 @@ class Dispatcher:
                 assert_never(answer.reason)
 
     def _tokens(self, worker: WorkerRef, delta: TokenDelta, now: float) -> list[Effect]:
-        leg = self._attempts.get(delta.request_id)
+        leg = self._books.attempts.get(delta.request_id)
         if leg is None or leg.plan is None:
             return []
         if worker == leg.plan.prefill and leg.stage is Stage.PREFILLING:
             leg.move(Stage.DECODING)
         if leg.prefill_open and leg.stage is Stage.DECODING and worker == (leg.plan.prefill or worker):
             computed_tokens = delta.usage.computed_tokens if delta.usage else leg.request.num_given_tokens
-            self._view.learn_pace(worker, leg.prefill_begun_s, now, computed_tokens)
-            self._close_prefill(leg)
+            self._books.first_token(leg, worker, computed_tokens, now)
         if delta.usage is not None:
             self.breakers.succeeded(worker.worker_id)
         flow, choice = leg.flow, leg.choices[delta.choice]
@@ -364,7 +292,7 @@ class Dispatcher:
         """To other workers, or into the queue."""
         flow, queue_deadline_s = leg.flow, now + self._config.queue_timeout_s
         effects = self._recall(leg)
-        self._take_off_the_books(leg)
+        self._books.end(leg)
         if not leg.has_new_tokens:
             leg.move(Stage.QUEUED)
             leg.queue_deadline_s = queue_deadline_s
@@ -397,7 +325,7 @@ class Dispatcher:
     def _close(self, leg: Leg) -> None:
         """It is over; with its last leg a request is."""
         if leg.stage is not Stage.QUEUED:
-            self._take_off_the_books(leg)
+            self._books.end(leg)
         self._stranded.pop(leg, None)
         leg.move(Stage.DONE)
         leg.flow.legs.remove(leg)
@@ -411,20 +339,3 @@ class Dispatcher:
         for output in flow.outputs:
             if output.ended:
                 self.admission.expected.learn(request.tenant, len(output.tokens))
-
-    def _take_off_the_books(self, leg: Leg) -> None:
-        """The workers no longer have the current attempt."""
-        del self._attempts[leg.request.request_id]
-        self._close_prefill(leg)
-        if leg.plan is not None:
-            self._view.unassign(leg.plan.decode, leg.request.num_given_tokens)
-
-    def _close_prefill(self, leg: Leg) -> None:
-        if not leg.prefill_open or leg.plan is None:
-            return
-        leg.prefill_open = False
-        self._view.end_prefill(leg.plan.prefiller, leg.computed_tokens)
-        placed = leg.plan.prefill is not None and leg.stage is not Stage.RESERVING
-        self.admission.out.end(leg.computed_tokens, leg.request.num_given_tokens, placed=placed)
-        if leg.plan.prefill is not None:
-            self._view.unassign(leg.plan.prefill, leg.request.num_given_tokens)

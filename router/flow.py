@@ -79,7 +79,7 @@ class Leg:
     """`request` is what workers get, under the id of the current attempt; its choice i is `choices[i]` of the flow.
 
     num_failures: of attempts, since a token came. prefill_open: whoever computes the first token has not
-    sent it.
+    sent it. placed: the decode worker has said that it has KV blocks for the prompt.
     """
 
     flow: Flow
@@ -90,6 +90,7 @@ class Leg:
     num_failures: int = 0
     plan: Plan | None = None
     prefill_open: bool = False
+    placed: bool = False
     prefill_begun_s: float = 0.0
 
     def move(self, to: Stage) -> None:

@@ -17,7 +17,8 @@ from core.request import GenerateRequest, Placement, TokenDelta
 from router.admission.limits import TenantLimits
 from router.admission.policy import TenantPolicy
 from router.config import RouterConfig
-from router.dispatcher import Deliver, Dispatcher, Effect, Fail, Planned, Send
+from router.dispatcher import Dispatcher
+from router.effects import Deliver, Effect, Fail, Planned, Send
 from router.limiter import Limiter, OwnLimiter
 from router.policy.prompt_keys import prompt_keys
 from router.policy_file import Policy

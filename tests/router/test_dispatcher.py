@@ -38,7 +38,9 @@ from core.request import (
     WorkUsage,
 )
 from router.admission.room import PromptsOut
-from router.dispatcher import Deliver, Dispatcher, DispatcherConfig, Effect, Fail, Planned, Send
+from router.config import DispatcherConfig
+from router.dispatcher import Dispatcher
+from router.effects import Deliver, Effect, Fail, Planned, Send
 from router.policy.choose import PlanReason
 from router.view import ClusterView
 
@@ -89,7 +91,7 @@ class Cluster:
 
     def assert_idle(self) -> None:
         assert self.dispatcher.num_open == 0
-        assert self.dispatcher._attempts == {}
+        assert self.dispatcher._books.attempts == {}
         admission = self.dispatcher.admission
         assert (len(admission.line), admission.line.backlog, admission.out) == (0, 0, PromptsOut())
         assert self.dispatcher.num_queued == 0
@@ -611,7 +613,7 @@ def test_in_any_order_of_answers_losses_and_cancels_nothing_stays_on_the_books(s
                 if isinstance(effect.command, StartGeneration | ReserveBlocks):
                     started = effect.command.request
                     name = started.request_id.partition("#")[0]
-                    leg = cluster.dispatcher._attempts.get(started.request_id)
+                    leg = cluster.dispatcher._books.attempts.get(started.request_id)
                     choices_of[started.request_id] = leg.choices if leg is not None else ()
                     for choice in choices_of[started.request_id]:
                         assert len(started.output_token_ids) == seen[name, choice]
@@ -671,7 +673,7 @@ def test_a_place_that_loses_worker_after_worker_is_left_alone_and_probed() -> No
     assert prefilled_by(cluster.submit("probe", now=11.0)) == "d1"
     assert prefilled_by(cluster.submit("other", now=11.0)) == "d2"
     usage = WorkUsage(computed_tokens=20)
-    [attempt] = [name for name in cluster.dispatcher._attempts if name.startswith("probe#")]
+    [attempt] = [name for name in cluster.dispatcher._books.attempts if name.startswith("probe#")]
     cluster.say("d1", replace(delta(0, 5, attempt=attempt), usage=usage), now=11.5)
     assert prefilled_by(cluster.submit("again", now=11.5)) == "d1"
 

@@ -18,7 +18,7 @@ from core.messages import (
     StartPrefill,
 )
 from core.request import Placement
-from router.dispatcher import Effect, Planned, Send
+from router.effects import Effect, Planned, Send
 from tests.router.test_dispatcher import Cluster, by_choice, commands, delta, failure
 
 

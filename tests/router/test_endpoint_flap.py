@@ -18,7 +18,9 @@ from core.messages import (
     StepOutput,
 )
 from core.request import FinishReason, GenerateRequest, Placement, SamplingParams, StopConditions, TokenDelta
-from router.dispatcher import Dispatcher, DispatcherConfig, Effect, Send
+from router.config import DispatcherConfig
+from router.dispatcher import Dispatcher
+from router.effects import Effect, Send
 from router.view import ClusterView
 
 NUM_SEEDS = 1000

@@ -39,7 +39,9 @@ from core.messages import (
 )
 from core.request import GenerateRequest, Placement, SamplingParams, StopConditions
 from router.admission.room import PromptsOut
-from router.dispatcher import Deliver, Dispatcher, DispatcherConfig, Effect, Fail, Planned, Send
+from router.config import DispatcherConfig
+from router.dispatcher import Dispatcher
+from router.effects import Deliver, Effect, Fail, Planned, Send
 from router.policy.prompt_keys import prompt_keys
 from router.view import ClusterView
 from tests.simulation.chained_kv import undisturbed
@@ -485,7 +487,8 @@ class Router:
             for worker in self.view.workers()
         ]
         dispatcher, out = self.dispatcher, self.dispatcher.admission.out
-        kept = (dispatcher.num_open, dispatcher.num_queued, dispatcher._attempts, dispatcher.admission.line.backlog)
+        attempts, backlog = dispatcher._books.attempts, dispatcher.admission.line.backlog
+        kept = (dispatcher.num_open, dispatcher.num_queued, attempts, backlog)
         if any(kept) or out != PromptsOut() or any(map(any, books)):
             raise Leak(f"{self.router_id}: {kept} {out} {books}")
 

@@ -28,7 +28,9 @@ from core.membership import Role, WorkerInfo, WorkerRef
 from core.request import GenerateRequest, Placement, SamplingParams, StopConditions
 from kv_transfer.faults import TransportFaults
 from kv_transfer.transport import PoolDescription
-from router.dispatcher import Deliver, Dispatcher, DispatcherConfig, Effect, Fail, Send
+from router.config import DispatcherConfig
+from router.dispatcher import Dispatcher
+from router.effects import Deliver, Effect, Fail, Send
 from router.view import ClusterView
 from tests.simulation.chained_kv import undisturbed
 from tests.simulation.world_client import Client

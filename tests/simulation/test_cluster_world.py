@@ -251,7 +251,7 @@ def use_attempt_ids_again(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def forgetful(self: Dispatcher, config, view, router_id):  # type: ignore[no-untyped-def]
         init(self, config, view, router_id)
-        self._serials = itertools.repeat(1)  # type: ignore[assignment]
+        self._books._serials = itertools.repeat(1)  # type: ignore[assignment]
 
     monkeypatch.setattr(Dispatcher, "__init__", forgetful)
 

@@ -11,7 +11,9 @@ from core.membership import Role, WorkerInfo, WorkerLoad, WorkerRef
 from core.messages import StartGeneration, StepOutput
 from core.request import FinishReason, GenerateRequest, Placement, SamplingParams, StopConditions, TokenDelta
 from router.admission.policy import AdmissionPolicy, BandPolicy, QueuePolicy
-from router.dispatcher import Dispatcher, DispatcherConfig, Effect, Fail, Send
+from router.config import DispatcherConfig
+from router.dispatcher import Dispatcher
+from router.effects import Effect, Fail, Send
 from router.view import ClusterView
 
 WORKERS = (WorkerRef("d1", "1"), WorkerRef("d2", "1"))
@@ -71,7 +73,7 @@ def test_one_that_goes_on_elsewhere_asks_for_no_room_and_goes_first() -> None:
     assert sorted(cluster.attempts) == ["r0", "r1", "r2", "r3"]
     on_first = sorted(
         name for name, attempt in cluster.attempts.items()
-        if cluster.dispatcher._attempts[attempt].plan.decode == WORKERS[0]  # type: ignore[union-attr]
+        if cluster.dispatcher._books.attempts[attempt].plan.decode == WORKERS[0]  # type: ignore[union-attr]
     )  # fmt: skip
     cluster.first_token(on_first[0])
     again = cluster.sent(cluster.dispatcher.worker_lost(WORKERS[0], 1.0))

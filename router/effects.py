@@ -1,0 +1,49 @@
+"""What the dispatcher wants done: frozen values, which router/live.py performs, in order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from core.errors import TandemError
+from core.membership import WorkerRef
+from core.messages import Command
+from core.request import TokenDelta
+from router.policy.choose import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    worker: WorkerRef
+    command: Command
+
+
+@dataclass(frozen=True, slots=True)
+class Deliver:
+    """The next positions of one choice's output. The last one of each choice has a finish reason, the last one of all
+    ends the request."""
+
+    request_id: str
+    delta: TokenDelta
+    last: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """The request ends with this error."""
+
+    request_id: str
+    error: TandemError
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """Workers were chosen: for logs, metrics and `explain`. waited_s: since the request came."""
+
+    request_id: str
+    attempt: int
+    attempt_id: str
+    plan: Plan
+    waited_s: float
+
+
+Effect = Send | Deliver | Fail | Planned
