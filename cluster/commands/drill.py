@@ -17,7 +17,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "restart a decode worker, stop the embedded Redis for a moment. After each, streams must equal an undisturbed "
         "run, and no block may stay behind. Prints PASS and the figures; ends with code 1 at the first that is not so.",
     )
-    parser.add_argument("--yes", action="store_true", help="really do it: clients of other kinds of work see a pause")
+    parser.add_argument("--yes", action="store_true", help="really do it; streams of other clients pause meanwhile")
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="the HTTP front (default: %(default)s)")
     parser.add_argument("--registry", default="127.0.0.1:50052", metavar="HOST:PORT", help="default: %(default)s")
     parser.add_argument("--controller", default="127.0.0.1:50053", metavar="HOST:PORT", help="default: %(default)s")
