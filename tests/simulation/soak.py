@@ -1,6 +1,7 @@
 """Many seeded schedules of hand-offs under faults, each to end with what a single engine says and every block back.
 
-    python -m tests.simulation.soak --schedules 10000           on virtual time: whole clusters, and hand-offs alone
+    python -m tests.simulation.soak --schedules 10000           on virtual time: whole clusters, every fourth with two
+                                                                routers, and hand-offs alone; on all cores
     python -m tests.simulation.soak --real 1000 [--lane tcp]    over NIXL, in processes that are killed and frozen
     ... --plant free-before-drain                               the run must fail
 
@@ -12,9 +13,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import multiprocessing
 import sys
 import time
+import traceback
 from collections import Counter
+from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 
 from tests.simulation import cluster_world, handoff_world
@@ -25,12 +30,14 @@ NUM_REQUESTS = 25
 NUM_HANDOFFS = 30
 PRIORITIES = (0, 0, 1, -1, 5)
 NUM_CHOICES = (1, 1, 3)
+PART = 20  # schedules that one process walks at a time
 SAY_EVERY_S = 10.0
 
 
 def walk(seed: int) -> Counter[str]:
     """One schedule on virtual time. Raises what is wrong."""
-    cluster = cluster_world.World(seed, cluster_world.Faults(), PRIORITIES, NUM_CHOICES)
+    num_routers = 2 if seed % 4 == 3 else 1
+    cluster = cluster_world.World(seed, cluster_world.Faults(), PRIORITIES, NUM_CHOICES, num_routers)
     cluster.run(NUM_REQUESTS)
     handoffs = handoff_world.World(seed, handoff_world.Faults())
     handoffs.run(NUM_HANDOFFS)
@@ -45,18 +52,40 @@ def walk(seed: int) -> Counter[str]:
     return seen
 
 
-def walk_all(first_seed: int, num_schedules: int) -> Counter[str]:
+def walk_all(seeds: Iterable[int]) -> Counter[str]:
+    """Raises what is wrong with the first schedule that fails, and how to run it again."""
     seen: Counter[str] = Counter()
-    say_at_s = time.monotonic() + SAY_EVERY_S
-    for seed in range(first_seed, first_seed + num_schedules):
+    for seed in seeds:
         try:
             seen += walk(seed)
         except BaseException as error:
             error.add_note(f"reproduce: python -m tests.simulation.soak --schedules 1 --first-seed {seed}")
             raise
-        if time.monotonic() > say_at_s:
-            say_at_s = time.monotonic() + SAY_EVERY_S
-            print(f"  {seed - first_seed + 1} schedules", flush=True)
+    return seen
+
+
+def walk_part(seeds: Iterable[int]) -> Counter[str] | str:
+    """As walk_all; what is wrong, as text, which any process can read."""
+    try:
+        return walk_all(seeds)
+    except Exception:
+        return traceback.format_exc()
+
+
+def walk_on_all_cores(seeds: range) -> Counter[str]:
+    """As walk_all, with a line now and then; exits with what is wrong."""
+    seen: Counter[str] = Counter()
+    parts = [seeds[start : start + PART] for start in range(0, len(seeds), PART)]
+    say_at_s = time.monotonic() + SAY_EVERY_S
+    with ProcessPoolExecutor(mp_context=multiprocessing.get_context("fork")) as pool:
+        for number, part in enumerate(pool.map(walk_part, parts), start=1):
+            if isinstance(part, str):
+                pool.shutdown(wait=False, cancel_futures=True)
+                sys.exit(part)
+            seen += part
+            if time.monotonic() > say_at_s:
+                say_at_s = time.monotonic() + SAY_EVERY_S
+                print(f"  {min(number * PART, len(seeds))} schedules", flush=True)
     return seen
 
 
@@ -72,7 +101,8 @@ def main() -> None:
     if arguments.schedules:
         if arguments.plant:
             PLANTS[arguments.plant](setattr)
-        report("on virtual time", arguments.schedules, walk_all(arguments.first_seed, arguments.schedules), started_s)
+        seeds = range(arguments.first_seed, arguments.first_seed + arguments.schedules)
+        report("on virtual time", len(seeds), walk_on_all_cores(seeds), started_s)
     if arguments.real:
         started_s, plant = time.monotonic(), arguments.plant or ""
         say = partial(print, flush=True)

@@ -7,7 +7,7 @@ import pytest
 from tests.simulation import chained_kv, handoff_world
 from tests.simulation.planted_bugs import PLANTS
 from tests.simulation.real_soak import Broken, soak
-from tests.simulation.soak import walk_all
+from tests.simulation.soak import walk_all, walk_on_all_cores
 
 
 def silent(_line: str) -> None: ...
@@ -26,8 +26,16 @@ async def test_a_soak_over_nixl_finds_pages_that_are_freed_too_early() -> None:
 
 @pytest.mark.parametrize("plant", PLANTS)
 def test_a_soak_on_virtual_time_finds_each_planted_bug(plant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    walk_all(0, 2)
+    walk_all(range(2))
     PLANTS[plant](monkeypatch.setattr)
     with pytest.raises((chained_kv.WriteIntoForeignBlock, handoff_world.WriteIntoForeignBlock)) as found:
-        walk_all(0, 100)
+        walk_all(range(100))
     assert any("--first-seed" in note for note in found.value.__notes__)
+
+
+def test_what_a_process_of_the_soak_finds_ends_it_with_the_way_to_run_it_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    PLANTS["free-before-drain"](monkeypatch.setattr)
+    with pytest.raises(SystemExit, match="python -m tests.simulation.soak --schedules 1 --first-seed"):
+        walk_on_all_cores(range(100))
