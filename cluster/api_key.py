@@ -1,4 +1,4 @@
-"""The API key of `tandem chat` and of the check that `tandem up` makes, where the policy file asks for one."""
+"""The API key of `tandem chat`, `tandem drill` and the check of `tandem up`, where the policy file asks for one."""
 
 from __future__ import annotations
 

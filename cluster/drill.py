@@ -19,6 +19,7 @@ import aiohttp
 from tandem.v1 import worker_pb2
 
 from cluster import processes
+from cluster.api_key import key_headers
 from cluster.self_check import CheckFailed, settled_blocks
 from cluster.status_client import fetch_status
 from core.errors import BadRequest
@@ -78,9 +79,8 @@ class Drill:
     async def run(self) -> None:
         """Each fault, and its figures."""
         timeout = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)
-        async with aiohttp.ClientSession(timeout=timeout) as self._session:
-            async with self._session.get(f"{self._target.http_url}/v1/models") as response:
-                self._model = (await response.json())["data"][0]["id"]
+        async with aiohttp.ClientSession(headers=key_headers(), timeout=timeout) as self._session:
+            self._model = await self._first_model()
             undisturbed = _Stream()
             await self._follow(undisturbed)
             self._expected = undisturbed.tokens
@@ -91,6 +91,16 @@ class Drill:
                 ("Redis stands still", self._stop_redis),
             ):
                 await self._check(name, fault)
+
+    async def _first_model(self) -> str:
+        url = f"{self._target.http_url}/v1/models"
+        try:
+            async with self._session.get(url) as response:
+                if response.status != 200:
+                    raise CheckFailed(f"{url}: HTTP {response.status}: {(await response.text())[:200]}")
+                return str((await response.json())["data"][0]["id"])
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise CheckFailed(f"{url}: {type(error).__name__}: {error}") from error
 
     async def _check(self, name: str, fault: Callable[[], Awaitable[str]]) -> None:
         figures = await fault()

@@ -18,18 +18,18 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         description=f"{text.capitalize()}. Its streams go on, on other workers where there are any. It also puts a "
         "drained worker back. Ends with code 1, and says why, when the worker keeps its role.",
     )
-    role.add_argument("worker", metavar="WORKER", help="its place: decode-0")
+    role.add_argument("worker", metavar="WORKER", help="its name in `tandem status`: decode-0")
     role.add_argument("role", choices=ROLES)
     _add_options(role)
     text = "let a worker finish or hand over what it has; it then takes nothing until `tandem role`, or its end"
     drain = commands.add_parser("drain", help=text, description=f"{text.capitalize()}.")
-    drain.add_argument("worker", metavar="WORKER", help="its place: decode-0")
+    drain.add_argument("worker", metavar="WORKER", help="its name in `tandem status`: decode-0")
     _add_options(drain)
     drain.set_defaults(role=None)
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--force", action="store_true", help="also when no other decode worker is ready")
+    parser.add_argument("--force", action="store_true", help="do it even when no other decode worker is ready")
     parser.add_argument(
         "--timeout",
         type=float,
@@ -49,7 +49,6 @@ def run(arguments: argparse.Namespace) -> int:
     from cluster.controller_client import drain_worker
 
     worker, role = arguments.worker, arguments.role
-    print(f"{worker} drains", flush=True)
     answer = asyncio.run(drain_worker(arguments.controller, worker, role, arguments.force, arguments.timeout))
     done = f"serves as {role}" if role else "is drained"
     print(f"{worker} {done} after {answer.duration_s:.2f} s" if answer.changed else f"{worker} {done} already")

@@ -55,7 +55,7 @@ def add_addresses(parser: argparse.ArgumentParser) -> None:
 
 def add_policy(parser: argparse.ArgumentParser) -> None:
     """--policy."""
-    text = "YAML with tenants, their keys and limits, and the queue's bounds; read again whenever it changes"
+    text = "YAML of tenants, keys, limits, the queue's bounds and weights of routing; read again whenever it changes"
     parser.add_argument("--policy", dest="policy_file", type=Path, metavar="FILE", help=text)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from cluster.config import DTYPES
 from cluster.folders import default_model_folder, models_folder
 from cluster.progress import Progress
 
@@ -26,8 +27,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         description="Write a new folder with the model's weights as floats, for programs that do not read blocks.",
     )
     export.add_argument("to", type=Path, metavar="DIR", help="the folder to make; must not exist")
-    export.add_argument("--model", type=Path, help="a model folder or GGUF file (default: the default model)")
-    export.add_argument("--dtype", default="float32", help="float32 or bfloat16 (default: %(default)s)")
+    export.add_argument(
+        "--model", type=Path, metavar="DIR|FILE.gguf", help="a model folder or GGUF file (default: the default model)"
+    )
+    export.add_argument("--dtype", default="float32", choices=DTYPES, help="of the floats (default: %(default)s)")
     export.set_defaults(run=run_export)
 
 
