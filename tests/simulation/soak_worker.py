@@ -27,7 +27,7 @@ from core.errors import PeerRefused, WorkerLost
 from core.handoff import BlocksPushed, HandoffNotice, Landed, Quiet, StopPushing
 from core.identity import BlockHash, CacheIdentity
 from core.membership import Role, WorkerInfo, WorkerRef
-from core.messages import CancelRequest, PeerConnected
+from core.messages import CancelRequest, PeerConnected, ResyncCache
 from decode_worker.service import DecodeService
 from decode_worker.session import DecodeConfig, DecodeSession
 from engine.block_pool import BlockPool
@@ -261,6 +261,9 @@ class SoakWorker:
                 self.say("left", rest[0], self.left(), self.counts | {"preemptions": self.scheduler.num_preemptions})
 
     def command(self, command: Any) -> None:
+        if isinstance(command, ResyncCache):
+            self.stream.feed.begin_again()
+            return
         if isinstance(command, CancelRequest):
             self.service.command(command)
             self.streams.disown(command.request_id)

@@ -37,5 +37,5 @@ def test_what_a_process_of_the_soak_finds_ends_it_with_the_way_to_run_it_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     PLANTS["free-before-drain"](monkeypatch.setattr)
-    with pytest.raises(SystemExit, match="python -m tests.simulation.soak --schedules 1 --first-seed"):
+    with pytest.raises(SystemExit, match="soak --schedules 1 --first-seed"):
         walk_on_all_cores(range(100))
