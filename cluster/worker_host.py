@@ -56,8 +56,8 @@ from kv_transfer.prefix_index import NoPrefixIndex, PrefixIndex, RedisPrefixInde
 from prefill_worker.service import PrefillService
 from prefill_worker.session import PrefillConfig, PrefillSession
 from telemetry.logs import log_state
-from telemetry.metrics import PushOutcome, WorkerMetrics, WorkerState
 from telemetry.tasks import EXIT_INVARIANT_BROKEN, BackgroundTasks, end_process
+from telemetry.worker_metrics import PushOutcome, WorkerMetrics, WorkerState
 
 logger = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ from router.shared_limits import SharedLimiter
 from router.view import ClusterView
 from router.worker_link import WorkerLink
 from telemetry.logs import log_state
-from telemetry.metrics import RouterState, RoutingMetrics
+from telemetry.router_metrics import RouterState, RoutingMetrics
 from telemetry.tasks import Spawn
 
 logger = logging.getLogger(__name__)

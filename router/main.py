@@ -25,7 +25,7 @@ from router.front.openai_http import build_http_app, build_http_runner
 from router.live import LiveDispatcher
 from router.policy_file import Policy, follow_policy, read_policy
 from router.registry_service import SERVICE_NAME, RegistryServicer
-from telemetry.metrics import PolicyMetrics, RouterMetrics, RouterStateCollector, RoutingMetrics
+from telemetry.router_metrics import PolicyMetrics, RouterMetrics, RouterStateCollector, RoutingMetrics
 from telemetry.tasks import EXIT_INVARIANT_BROKEN, BackgroundTasks, end_process
 
 logger = logging.getLogger(__name__)

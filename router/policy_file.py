@@ -19,7 +19,7 @@ from router.admission.policy import AdmissionPolicy
 from router.policy.routing_policy import RoutingPolicy
 from router.strict import Strict, first_complaint
 from telemetry.logs import log_state
-from telemetry.metrics import PolicyMetrics
+from telemetry.router_metrics import PolicyMetrics
 
 logger = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from router.front.intake import Draft, GrammarCheck, Intake, ServedModel, TextDe
 from router.front.meter import Endpoint, Meter
 from router.front.spelling import Speller
 from router.front.usage import Usage, UsageSum
-from telemetry.metrics import RouterMetrics
+from telemetry.router_metrics import RouterMetrics
 
 
 class Dispatcher(Protocol):

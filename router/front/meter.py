@@ -15,7 +15,7 @@ from core.request import FinishReason, GenerateRequest
 from core.timeline import Timeline
 from router.front.usage import Usage
 from telemetry.logs import log_state
-from telemetry.metrics import Outcome, RouterMetrics
+from telemetry.router_metrics import Outcome, RouterMetrics
 
 logger = logging.getLogger(__name__)
 

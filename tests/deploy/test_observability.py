@@ -16,15 +16,8 @@ import pytest
 import yaml
 from prometheus_client import CollectorRegistry
 
-from telemetry.metrics import (
-    PolicyMetrics,
-    RouterMetrics,
-    RouterState,
-    RouterStateCollector,
-    RoutingMetrics,
-    WorkerMetrics,
-    WorkerState,
-)
+from telemetry.router_metrics import PolicyMetrics, RouterMetrics, RouterState, RouterStateCollector, RoutingMetrics
+from telemetry.worker_metrics import WorkerMetrics, WorkerState
 from tests.deploy.chart import CHART, render
 from tests.deploy.tools import prometheus_tool
 

@@ -21,15 +21,8 @@ from prometheus_client import CollectorRegistry, start_http_server
 
 from router.front.generation import Front
 from router.front.openai_http import build_http_app
-from telemetry.metrics import (
-    Outcome,
-    RouterMetrics,
-    RouterState,
-    RouterStateCollector,
-    RoutingMetrics,
-    WorkerMetrics,
-    WorkerState,
-)
+from telemetry.router_metrics import Outcome, RouterMetrics, RouterState, RouterStateCollector, RoutingMetrics
+from telemetry.worker_metrics import WorkerMetrics, WorkerState
 from tests.deploy.chart import CHART
 from tests.deploy.serving import serving
 from tests.deploy.tools import prometheus_tool

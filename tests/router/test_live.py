@@ -21,7 +21,7 @@ from router.admission.policy import AdmissionPolicy, TenantPolicy
 from router.config import RouterConfig
 from router.live import LiveDispatcher
 from router.policy_file import Policy
-from telemetry.metrics import RouterStateCollector, RoutingMetrics
+from telemetry.router_metrics import RouterStateCollector, RoutingMetrics
 
 WORKER = WorkerInfo(WorkerRef("decode-0", "a"), Role.DECODE, "nowhere:1", b"digest", 16, 1024, 64, 512)
 REQUEST = GenerateRequest("r1", (1, 2, 3), SamplingParams(), StopConditions(max_tokens=4))

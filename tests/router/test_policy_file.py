@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 from core.errors import BadRequest
 from router.policy.routing_policy import RoutingPolicy
 from router.policy_file import Policy, follow_policy, parse_policy, read_policy
-from telemetry.metrics import PolicyMetrics
+from telemetry.router_metrics import PolicyMetrics
 
 KEY = "ab" * 32
 WHOLE = f"""

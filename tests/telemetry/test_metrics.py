@@ -4,16 +4,8 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, generate_latest
 
-from telemetry.metrics import (
-    PolicyMetrics,
-    PushOutcome,
-    RouterMetrics,
-    RouterState,
-    RouterStateCollector,
-    RoutingMetrics,
-    WorkerMetrics,
-    WorkerState,
-)
+from telemetry.router_metrics import PolicyMetrics, RouterMetrics, RouterState, RouterStateCollector, RoutingMetrics
+from telemetry.worker_metrics import PushOutcome, WorkerMetrics, WorkerState
 
 ROUTER_FAMILIES = {
     "tandem_kv_bytes_moved",

@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry
 from router.front.generation import Front
 from router.front.grpc_service import GrpcFront, build_grpc_server
 from router.front.openai_http import build_http_app, build_http_runner
-from telemetry.metrics import RouterMetrics
+from telemetry.router_metrics import RouterMetrics
 
 
 @dataclass

@@ -19,7 +19,7 @@ from router.admission.policy import AdmissionPolicy, DegradePolicy, TenantPolicy
 from router.front.caller import degraded
 from router.front.errors import REASON_HEADER, edge_error
 from router.front.generation import Front
-from telemetry.metrics import RouterMetrics
+from telemetry.router_metrics import RouterMetrics
 
 KEY = "sk-acme-1"
 ACME = TenantPolicy(keys_sha256=[hashlib.sha256(KEY.encode()).hexdigest()])

@@ -18,7 +18,7 @@ from router.front.generation import Front, TextDelta
 from router.front.intake import INLINE_CHARACTERS, Draft, Intake
 from router.front.meter import Endpoint
 from router.front.usage import UsageSum
-from telemetry.metrics import RouterMetrics
+from telemetry.router_metrics import RouterMetrics
 
 DRAFT = Draft(prompt="hi", model="tiny", request_id="r")
 

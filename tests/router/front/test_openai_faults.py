@@ -23,7 +23,7 @@ from core.errors import (
     WorkerLost,
 )
 from core.request import FinishReason, GenerateRequest, TokenDelta
-from telemetry.metrics import RouterMetrics
+from telemetry.router_metrics import RouterMetrics
 
 BODY: dict[str, Any] = {"model": "tiny", "prompt": "hi"}
 BOUND_S = 5.0

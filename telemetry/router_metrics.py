@@ -1,4 +1,4 @@
-"""Every public metric name, in one place.
+"""Every public metric name of a router.
 
 Two families stand side by side: our own `tandem_*`, and the `vllm:*` names of the model-server protocol that
 gateways, autoscalers and dashboards already read. Labels are bounded: enums and the served model's name, never an
@@ -10,20 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-TTFT_BUCKETS_S: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0)
-# OpenTelemetry GenAI's buckets of time per output token, and a finer start for small models.
-TPOT_BUCKETS_S: Final = (0.001, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
-DURATION_BUCKETS_S: Final = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
-STEP_BUCKETS_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
-STAGE_BUCKETS_S: Final = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
-TOKEN_BUCKETS: Final = tuple(float(4**power) for power in range(10))
-BYTE_BUCKETS: Final = tuple(float(4**power) for power in range(5, 16))
+from telemetry.buckets import DURATION_BUCKETS_S, TOKEN_BUCKETS, TPOT_BUCKETS_S, TTFT_BUCKETS_S
 
 
 class Outcome(StrEnum):
@@ -208,171 +200,3 @@ class RouterStateCollector(Collector):
         config = GaugeMetricFamily("vllm:cache_config_info", "Shape of the KV pools.", labels=names)
         config.add_metric([self._model_name, str(state.block_size), str(state.num_blocks)], 1)
         yield config
-
-
-class BlockState(StrEnum):
-    """What a KV block of a worker is doing."""
-
-    FREE = "free"  # free, or cached and evictable
-    USED = "used"  # held by requests or hand-offs
-    QUARANTINED = "quarantined"  # a write may still come
-
-
-class TokenKind(StrEnum):
-    """Why a worker computed a token."""
-
-    PREFILL = "prefill"
-    DECODE = "decode"
-
-
-class PushOutcome(StrEnum):
-    """How a KV push ended on the side that wrote."""
-
-    DONE = "done"
-    FAILED = "failed"
-
-
-class TransferStage(StrEnum):
-    """What a hand-off's time went into."""
-
-    WAIT = "wait"  # source: from ready to posted: for the peer's credit, and for checksums
-    PUSH = "push"  # source: from posted to settled
-    LAND = "land"  # source: from the last push asked for until the target said that all arrived
-    VERIFY = "verify"  # target: comparing checksums of a push
-
-
-class TransferPart(StrEnum):
-    """Whether there was anything left to compute while bytes were on their way."""
-
-    HIDDEN = "hidden"
-    EXPOSED = "exposed"
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerState:
-    """What a worker is asked for at each scrape: gauges as they are now, totals since start."""
-
-    free_blocks: int
-    used_blocks: int
-    quarantined_blocks: int
-    running_requests: int
-    waiting_requests: int
-    open_requests: int
-    orphaned_blocks: int
-    open_handoffs: int
-    preemptions: int
-    pushes_in_flight: int
-    zombie_pushes: int
-    peers_lost: int
-    index_lookups: int
-    index_hit_blocks: int
-    index_failures: int
-
-
-class WorkerMetrics:
-    """What one worker counts: engine steps, KV blocks, pushes, the shared prefix index.
-
-    read_state: called in the scraping thread; plain numbers, so no lock is needed.
-    """
-
-    def __init__(self, registry: CollectorRegistry, read_state: Callable[[], WorkerState]) -> None:
-        self.registry = registry
-        self.step_s = Histogram(
-            "tandem_worker_step_seconds", "Time of one engine step.", buckets=STEP_BUCKETS_S, registry=registry
-        )
-        self.tokens = Counter("tandem_worker_tokens_total", "Tokens computed.", ["kind"], registry=registry)
-        self.pushes = Counter("tandem_kv_transfer_pushes_total", "KV pushes ended.", ["outcome"], registry=registry)
-        self.pushed_bytes = Counter("tandem_kv_transfer_bytes_total", "KV bytes this worker wrote.", registry=registry)
-        self.push_s = Histogram(
-            "tandem_kv_transfer_push_seconds", "Time of one push.", buckets=STEP_BUCKETS_S, registry=registry
-        )
-        self.push_bytes = Histogram(
-            "tandem_kv_transfer_push_bytes", "Size of one push.", buckets=BYTE_BUCKETS, registry=registry
-        )
-        self._stage_s = Histogram(
-            "tandem_kv_transfer_stage_seconds",
-            "Time of a push or hand-off by stage.",
-            ["stage"],
-            buckets=STAGE_BUCKETS_S,
-            registry=registry,
-        )
-        self._transfer_s = Counter(
-            "tandem_kv_transfer_seconds_total",
-            "Time that pushes took, hidden behind computing or not.",
-            ["part"],
-            registry=registry,
-        )
-        self._damaged = Counter(
-            "tandem_kv_transfer_damaged_pushes_total",
-            "Pushes to this worker whose checksums did not fit.",
-            registry=registry,
-        )
-        registry.register(WorkerStateCollector(read_state))
-
-    def step_done(self, duration_s: float, prefill_tokens: int, decode_tokens: int) -> None:
-        """Count one engine step and the tokens it computed."""
-        self.step_s.observe(duration_s)
-        self.tokens.labels(TokenKind.PREFILL).inc(prefill_tokens)
-        self.tokens.labels(TokenKind.DECODE).inc(decode_tokens)
-
-    def push_done(
-        self, outcome: PushOutcome, num_bytes: int, wait_s: float, duration_s: float, exposed_s: float
-    ) -> None:
-        """Count one push, and its bytes if they arrived."""
-        self.pushes.labels(outcome).inc()
-        self._stage_s.labels(TransferStage.WAIT).observe(wait_s)
-        self._stage_s.labels(TransferStage.PUSH).observe(duration_s)
-        self._transfer_s.labels(TransferPart.EXPOSED).inc(exposed_s)
-        self._transfer_s.labels(TransferPart.HIDDEN).inc(wait_s + duration_s - exposed_s)
-        if outcome is PushOutcome.DONE:
-            self.pushed_bytes.inc(num_bytes)
-            self.push_bytes.observe(num_bytes)
-            self.push_s.observe(duration_s)
-
-    def landed(self, duration_s: float) -> None:
-        """Count a hand-off of which this worker was the source, by the time since its last push."""
-        self._stage_s.labels(TransferStage.LAND).observe(duration_s)
-
-    def verified(self, duration_s: float, whole: bool) -> None:
-        """Count a push to this worker whose checksums were compared."""
-        self._stage_s.labels(TransferStage.VERIFY).observe(duration_s)
-        self._damaged.inc(not whole)
-
-
-class WorkerStateCollector(Collector):
-    """Reads a worker's state when it is scraped, so that nothing is kept twice."""
-
-    def __init__(self, read_state: Callable[[], WorkerState]) -> None:
-        self._read_state = read_state
-
-    def describe(self) -> Iterable[Metric]:
-        """Names without values: registering must not read a worker that is still being built."""
-        return ()
-
-    def collect(self) -> Iterable[Metric]:
-        state = self._read_state()
-        blocks = GaugeMetricFamily("tandem_worker_blocks", "KV blocks by state.", labels=["state"])
-        blocks.add_metric([BlockState.FREE], state.free_blocks)
-        blocks.add_metric([BlockState.USED], state.used_blocks)
-        blocks.add_metric([BlockState.QUARANTINED], state.quarantined_blocks)
-        yield blocks
-        yield GaugeMetricFamily("tandem_worker_running_requests", "Requests in the batch.", state.running_requests)
-        yield GaugeMetricFamily("tandem_worker_waiting_requests", "Requests not begun.", state.waiting_requests)
-        yield GaugeMetricFamily("tandem_worker_open_requests", "Requests not ended here.", state.open_requests)
-        yield GaugeMetricFamily(
-            "tandem_worker_orphaned_blocks", "Blocks held when all work had last ended.", state.orphaned_blocks
-        )
-        yield GaugeMetricFamily("tandem_kv_handoffs_open", "Hand-offs not ended on this side.", state.open_handoffs)
-        yield GaugeMetricFamily(
-            "tandem_kv_transfer_in_flight", "Operations posted and not settled.", state.pushes_in_flight
-        )
-        yield GaugeMetricFamily(
-            "tandem_kv_transfer_zombies", "Of these, to a peer that was dropped or lost.", state.zombie_pushes
-        )
-        yield CounterMetricFamily("tandem_kv_transfer_peers_lost", "Paths to peers that broke.", state.peers_lost)
-        yield CounterMetricFamily("tandem_worker_preemptions", "Requests preempted.", state.preemptions)
-        yield CounterMetricFamily("tandem_prefix_lookups", "Questions to the shared index.", state.index_lookups)
-        yield CounterMetricFamily("tandem_prefix_hit_blocks", "Blocks found in it.", state.index_hit_blocks)
-        yield CounterMetricFamily(
-            "tandem_prefix_index_errors", "Calls to it that failed or timed out.", state.index_failures
-        )
