@@ -127,7 +127,8 @@ class LiveDispatcher:
                     self._idle.set()
                 self._perform(self._dispatcher.cancel(request.request_id, time.monotonic()))
         except Rejected:
-            used_tokens = 0  # what we turn away costs nothing
+            if used_tokens == request.num_prompt_tokens:  # what we turn away costs nothing; what has tokens was served
+                used_tokens = 0
             raise
         finally:
             self._limiter.give_back(permit, used_tokens)

@@ -35,7 +35,13 @@ class Policy(Strict):
 
 
 class _OnceLoader(yaml.SafeLoader):
-    """YAML in which a key that stands twice is an error: of two rules for one tenant neither may be lost."""
+    """YAML in which a key that stands twice is an error, as of two rules for one tenant neither may be lost; and so is
+    an alias, with which a short file becomes one that takes minutes to check."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.composer.ComposerError(None, None, "aliases (*name) are not taken", None)
+        return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
@@ -47,13 +53,16 @@ class _OnceLoader(yaml.SafeLoader):
 
 
 def parse_policy(text: str) -> Policy:
-    """Raises: BadRequest: naming the path of the first field that is wrong or unknown, or `policy`: it is no YAML."""
+    """Raises: BadRequest: naming the path of the first field that is wrong or unknown, or `policy`: it is no YAML, or
+    nothing, which is what a full disk leaves of a file: a policy without keys has to be said."""
     try:
         values = yaml.load(text, _OnceLoader)
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
+    except Exception as error:  # a tag that does not fit its value ends in whatever its reader trips over
         raise BadRequest(POLICY, f"is not YAML: {' '.join(str(error).split())}") from error
+    if values is None:
+        raise BadRequest(POLICY, "is empty; a policy that says nothing is {}")
     try:
-        return Policy.model_validate({} if values is None else values)
+        return Policy.model_validate(values)
     except ValidationError as error:
         raise first_complaint(error, POLICY) from error
 

@@ -13,6 +13,8 @@ from typing import Final
 from core.errors import InvariantBroken, Rejected, RejectReason
 from router.admission.policy import TenantPolicy
 
+LEAST_WAIT_S: Final = 0.1  # a retry without a pause would only be refused again
+MOST_WAIT_S: Final = 86_400.0
 FIRST_HOLD_S: Final = 1.0
 HOLD_WEIGHT: Final = 0.1  # of the newest
 
@@ -78,12 +80,14 @@ class TenantLimits:
         return Rejected(
             RejectReason.TENANT_CONCURRENCY,
             f"tenant {tenant!r} may have {policy.max_concurrent} requests open",
-            self._hold_s.get(tenant, FIRST_HOLD_S) / (policy.max_concurrent or 1),
+            _bounded(self._hold_s.get(tenant, FIRST_HOLD_S) / (policy.max_concurrent or 1)),
         )
 
     def too_many_tokens(self, tenant: str, policy: TenantPolicy, wait_s: float) -> Rejected:
         return Rejected(
-            RejectReason.TENANT_TOKENS, f"tenant {tenant!r} has used its {policy.tokens_per_s:g} tokens/s", wait_s
+            RejectReason.TENANT_TOKENS,
+            f"tenant {tenant!r} has used its {policy.tokens_per_s:g} tokens/s",
+            _bounded(wait_s),
         )
 
     def give_back(self, permit: Permit, used_tokens: int, now: float) -> None:
@@ -104,3 +108,7 @@ class TenantLimits:
         bucket = self._buckets.setdefault(tenant, _Bucket(policy, now))
         bucket.refill(policy, now)
         return bucket
+
+
+def _bounded(wait_s: float) -> float:
+    return min(max(LEAST_WAIT_S, wait_s), MOST_WAIT_S)

@@ -16,7 +16,9 @@ BURST_S: Final = 60.0  # what a tenant may use at once, in seconds of its rate, 
 TenantName = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
 KeyDigest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
-Tokens = Annotated[int, Field(ge=1)]
+# Bounded, as is the rate below, so that what is computed of them overflows nowhere, Redis included.
+Count = Annotated[int, Field(ge=1, le=1_000_000_000)]
+Tokens = Count
 
 
 class Band(StrEnum):
@@ -37,8 +39,8 @@ class TenantPolicy(Strict):
 
     keys_sha256: list[KeyDigest] = Field(default_factory=list)
     weight: Annotated[float, Field(ge=0.01, le=1000)] = 1.0
-    max_concurrent: Annotated[int, Field(ge=1)] | None = None
-    tokens_per_s: Annotated[float, Field(gt=0)] | None = None
+    max_concurrent: Count | None = None
+    tokens_per_s: Annotated[float, Field(ge=0.001, le=1e9)] | None = None
     burst_tokens: Tokens | None = None
     batch: bool = False
     max_output_tokens: Tokens | None = None
@@ -68,7 +70,7 @@ class QueuePolicy(Strict):
     share although interactive work waits. tokens_ahead: prompt tokens that may be out, for each worker, before the
     rest waits here; None: as the router was started."""
 
-    max_waiting: Annotated[int, Field(ge=1)] = 1024
+    max_waiting: Count = 1024
     interactive: BandPolicy = BandPolicy()
     batch: BandPolicy = BandPolicy(max_wait_s=300.0)
     batch_ageing_s: Seconds = 30.0

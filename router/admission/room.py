@@ -65,7 +65,8 @@ class Capacity:
     def count(cls, workers: Iterable[WorkerView]) -> Capacity:
         ready = [worker for worker in workers if worker.life is Life.READY]
         decodes = [worker for worker in ready if worker.info.role is Role.DECODE]
-        paces = [pace for worker in ready if (pace := worker.prefills.seconds_per_token) is not None]
+        # 0 where all that it has shown came in one step with another prompt's: as if it had shown nothing.
+        paces = [pace for worker in ready if (pace := worker.prefills.seconds_per_token)]
         others_tokens = sum(worker.others.prompt_tokens for worker in ready)
         pace = fmean(paces) if paces else None
         return cls(len(ready), len(decodes), sum(map(_free_tokens, decodes)), pace, others_tokens)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -45,10 +46,21 @@ class Keys:
         if authorization is None:
             raise Unauthenticated("an API key is needed: Authorization: Bearer KEY")
         scheme, _, key = authorization.partition(" ")
-        tenant = self._tenants.get(hashlib.sha256(key.strip().encode()).hexdigest())
+        # HTTP's headers may be any bytes, which aiohttp spells with surrogates.
+        tenant = self._tenants.get(hashlib.sha256(key.strip().encode(errors="surrogateescape")).hexdigest())
         if scheme.lower() != "bearer" or tenant is None:
             raise Unauthenticated("this API key is not known here")
         return tenant
+
+
+def only(name: str, values: Sequence[str]) -> str | None:
+    """The value of a header, None: it is not there. Of two a proxy may have looked at the other one.
+
+    Raises: BadRequest: naming it.
+    """
+    if len(values) > 1:
+        raise BadRequest(name, f"is sent {len(values)} times")
+    return values[0] if values else None
 
 
 def degraded(request: GenerateRequest, policy: AdmissionPolicy) -> GenerateRequest:

@@ -17,7 +17,7 @@ from tandem.v1 import inference_pb2, inference_pb2_grpc
 from core.errors import BadRequest, TandemError
 from core.request import Grammar, Placement
 from kv_transfer.request_codec import encode_logprobs, encode_prompt_logprobs
-from router.front.caller import AUTHORIZATION, SLO_TTFT, Caller
+from router.front.caller import AUTHORIZATION, SLO_TTFT, Caller, only
 from router.front.constraint import (
     ANY_OBJECT,
     choice_grammar,
@@ -165,8 +165,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         )
 
     def _caller(self, context: grpc.aio.ServicerContext) -> Caller:
-        metadata = dict(context.invocation_metadata() or ())
-        return self._front.caller(metadata.get(AUTHORIZATION), metadata.get(SLO_TTFT))
+        metadata = context.invocation_metadata() or ()
+        key, patience = (
+            only(name, [str(value) for found, value in metadata if found == name]) for name in (AUTHORIZATION, SLO_TTFT)
+        )
+        return self._front.caller(key, patience)
 
 
 async def _abort(context: grpc.aio.ServicerContext, error: Exception) -> NoReturn:

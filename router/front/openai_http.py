@@ -20,7 +20,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from core.errors import BadRequest, TandemError
 from core.request import GenerateRequest, PromptLogprobs
-from router.front.caller import AUTHORIZATION, SLO_TTFT, Caller
+from router.front.caller import AUTHORIZATION, SLO_TTFT, Caller, only
 from router.front.errors import EdgeError, edge_error, renamed
 from router.front.generation import Front, TextDelta
 from router.front.intake import MODEL_NOT_FOUND
@@ -115,7 +115,9 @@ class OpenAiEndpoints:
     async def _answer(
         self, http: web.Request, body: Body, shape: Shape, request_id: str, caller: Caller, meter: Meter
     ) -> web.StreamResponse:
-        draft = replace(body.draft(request_id), session_id=http.headers.get(SESSION_ID_HEADER, ""))
+        draft = replace(
+            body.draft(request_id), session_id=only(SESSION_ID_HEADER, http.headers.getall(SESSION_ID_HEADER, [])) or ""
+        )
         request = await self._front.prepare(draft, caller)
         created_s = int(self._front.wall_clock())
         answer = Answer(shape, self._front.model, body, self._front.speller, request, created_s)
@@ -125,7 +127,8 @@ class OpenAiEndpoints:
             return await self._whole(body, request, answer, deltas)
 
     def _caller(self, http: web.Request) -> Caller:
-        return self._front.caller(http.headers.get(AUTHORIZATION), http.headers.get(SLO_TTFT))
+        key, patience = (only(name, http.headers.getall(name, [])) for name in (AUTHORIZATION, SLO_TTFT))
+        return self._front.caller(key, patience)
 
     async def _whole(
         self, body: Body, request: GenerateRequest, answer: Answer, deltas: AsyncGenerator[TextDelta, None]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from core.errors import BadRequest, Rejected
+from core.errors import BadRequest, Rejected, RejectReason
 from core.membership import Role, WorkerInfo, WorkerLoad, WorkerRef
 from core.messages import Answer, CancelRequest, Command, PeerDead, StepOutput
 from core.request import FinishReason, GenerateRequest, Placement, SamplingParams, StopConditions, TokenDelta
@@ -93,6 +93,33 @@ async def test_a_client_that_leaves_gives_its_permit_back(monkeypatch: pytest.Mo
     for _ in range(2):  # refused by the dispatcher, after the permit was taken
         with pytest.raises(BadRequest):
             await anext(dispatcher.generate(replace(request, stop=StopConditions(max_tokens=2000)), Placement.AUTO))
+
+
+async def test_a_request_that_was_cut_short_pays_for_its_tokens_and_one_that_was_turned_away_for_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(live, "WorkerLink", StubLink)
+    dispatcher = live_dispatcher(CollectorRegistry())
+    tenants = {"t": TenantPolicy(tokens_per_s=0.001, burst_tokens=100)}
+    dispatcher.apply(Policy(admission=AdmissionPolicy(tenants=tenants)))
+    used: list[int] = []
+    monkeypatch.setattr(dispatcher._limiter, "give_back", lambda _permit, used_tokens: used.append(used_tokens))
+    dispatcher.announce(WORKER, WorkerLoad())
+    link: Any = dispatcher._links[WORKER.ref]
+    link.on_open()
+    for num_tokens in (0, 2):
+        stream = dispatcher.generate(replace(REQUEST, tenant="t"), Placement.AUTO)
+        first = asyncio.ensure_future(anext(stream))
+        await asyncio.sleep(0)
+        if num_tokens:
+            attempt_id = link.sent[-1].request.request_id
+            link.on_answer(StepOutput((TokenDelta(attempt_id, 0, (7, 8)),), WorkerLoad()))
+            await first
+            first = asyncio.ensure_future(anext(stream))
+        dispatcher._put("r1", Rejected(RejectReason.TIMEOUT, "too long"))
+        with pytest.raises(Rejected):
+            await first
+    assert used == [0, len(REQUEST.prompt_token_ids) + 2]
 
 
 async def test_a_stream_ends_with_the_last_of_its_choices(monkeypatch: pytest.MonkeyPatch) -> None:

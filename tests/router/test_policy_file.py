@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -38,7 +40,7 @@ def test_every_key_is_read() -> None:
     assert admission.tenant("").weight == 0.5
     assert admission.queue.interactive.max_ttft_s == 2.5
     assert admission.degrade.everything_batch
-    assert parse_policy("") == Policy() == parse_policy("admission: {}")
+    assert parse_policy("{}") == Policy() == parse_policy("admission: {}")
 
 
 @pytest.mark.parametrize(
@@ -59,12 +61,31 @@ def test_every_key_is_read() -> None:
         ("admission: {queue: {}, queue: {}}", "policy"),
         ("[]", "policy"),
         ("admission: [", "policy"),
+        ("", "policy"),
+        ("# was: keys\n---\n", "policy"),
+        ("admission: {tenants: {acme: &gold {weight: 2}, other: *gold}}", "policy"),
+        ("admission: &admission {tenants: *admission}", "policy"),
+        *(
+            (f"admission: {{tenants: {{acme: {{{name}: {value}}}}}}}", f"admission.tenants.acme.{name}")
+            for name in ("max_concurrent", "tokens_per_s", "max_output_tokens")
+            for value in ("0", "-1", "1.0e-300", "1.0e+300", "1" + 400 * "0")
+        ),
     ],
 )
 def test_what_is_wrong_is_named_by_its_path(text: str, path: str) -> None:
     with pytest.raises(BadRequest) as caught:
         parse_policy(text)
     assert caught.value.field == path
+
+
+def test_a_tag_that_does_not_fit_its_value_is_refused_and_ends_nothing() -> None:
+    tags = ("int", "float", "bool", "null", "timestamp", "binary", "str", "seq", "map", "set", "omap", "pairs")
+    values = ('""', "x", "[]", "[a]", "{}", "{a: b}", "-", "0x", "1:", "99999-99-99", "~")
+    for tag, value in itertools.product(tags, values):
+        for text in (f"!!{tag} {value}", f"routing: {{imbalance: !!{tag} {value}}}", f"!!{tag} {value} : 1"):
+            with suppress(BadRequest):
+                parse_policy(text)
+    assert parse_policy("routing: {imbalance: !!float 2}").routing.imbalance == 2.0
 
 
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:

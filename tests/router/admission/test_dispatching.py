@@ -33,9 +33,11 @@ class Cluster:
         self.attempts: dict[str, str] = {}  # of each request, the latest
         self.failed: dict[str, Exception] = {}
 
-    def submit(self, name: str, tenant: str = "", priority: int = 0, now: float = 0.0) -> list[str]:
-        stop = StopConditions(max_tokens=8)
-        request = GenerateRequest(name, tuple(range(100)), SamplingParams(0.0), stop, tenant=tenant, priority=priority)
+    def submit(
+        self, name: str, tenant: str = "", priority: int = 0, now: float = 0.0, prompt_tokens: int = 100
+    ) -> list[str]:
+        prompt, stop = tuple(range(prompt_tokens)), StopConditions(max_tokens=8)
+        request = GenerateRequest(name, prompt, SamplingParams(0.0), stop, tenant=tenant, priority=priority)
         return self.sent(self.dispatcher.submit(request, Placement.AUTO, now))
 
     def first_token(self, name: str, finish: FinishReason | None = None, now: float = 0.0) -> list[str]:
@@ -108,6 +110,21 @@ def test_who_waits_too_long_is_told_for_what(num_workers: int, reason: RejectRea
     assert "batch" not in cluster.failed and "r2" in cluster.failed
     cluster.sent(cluster.dispatcher.tick(50.0))
     assert "batch" in cluster.failed
+
+
+def test_prompts_that_end_in_one_step_of_a_new_worker_break_no_prediction() -> None:
+    """The second took no time, as far as one can see: a pace of 0 predicts nothing, and divides nothing."""
+    cluster = Cluster(num_workers=1)
+    cluster.submit("short", prompt_tokens=20)  # too short to tell of the pace
+    cluster.submit("long")
+    deltas = tuple(TokenDelta(cluster.attempts[name], 0, (5,), FinishReason.STOP) for name in ("short", "long"))
+    cluster.sent(cluster.dispatcher.answered(WORKERS[0], StepOutput(deltas, WorkerLoad()), 1.0))
+    assert cluster.view.workers()[0].prefills.seconds_per_token == 0.0
+    cluster.dispatcher.admission.policy = AdmissionPolicy(queue=QueuePolicy(interactive=BandPolicy(max_ttft_s=1.0)))
+    assert cluster.submit("next", now=1.1) == ["next"]
+    cluster.first_token("next", now=11.1)  # 20 s for 100 tokens, in the mean
+    with pytest.raises(Rejected, match="slow_first_token"):
+        cluster.submit("late", now=11.2)
 
 
 def test_what_ends_by_itself_is_what_is_expected_of_the_next() -> None:

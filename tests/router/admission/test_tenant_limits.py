@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from core.errors import InvariantBroken, Rejected, RejectReason
-from router.admission.limits import Permit, TenantLimits
+from router.admission.limits import LEAST_WAIT_S, MOST_WAIT_S, Permit, TenantLimits
 from router.admission.policy import TenantPolicy
 
 
@@ -77,12 +77,24 @@ def test_limits_are_never_exceeded_and_nothing_counts_below_zero(steps: list[tup
                 held.append(books.take("t", num_tokens, now))
                 used += num_tokens
             except Rejected as error:
-                assert error.retry_after_s > 0
+                assert LEAST_WAIT_S <= error.retry_after_s <= MOST_WAIT_S
         assert books.num_open("t") == len(held) <= 3
         assert used <= 100 + 10.0 * now + 1e-6
     for permit in held:
         books.give_back(permit, 0, now)
     assert books.num_open("t") == 0 and books._open == {}
+
+
+@pytest.mark.parametrize("held_s", [0.0, 1e-9, 1e12])
+def test_whoever_is_refused_is_told_a_time_that_can_be_waited(held_s: float) -> None:
+    """Also where requests took no time, and where a tenant has more debt than it will pay off in a year."""
+    books = limits(max_concurrent=1)
+    books.give_back(books.take("t", 1, 0.0), 1, held_s)
+    books.take("t", 1, held_s)
+    assert LEAST_WAIT_S <= reason_of(books, now=held_s)[1] <= MOST_WAIT_S
+    slow = limits(tokens_per_s=0.001, burst_tokens=1)
+    slow.give_back(slow.take("t", 1, 0.0), 10**9, 0.0)
+    assert reason_of(slow) == (RejectReason.TENANT_TOKENS, MOST_WAIT_S)
 
 
 def test_a_tenant_without_limits_has_none() -> None:

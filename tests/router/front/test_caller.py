@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from typing import Any
 
@@ -91,6 +92,60 @@ async def test_patience_that_is_no_time_is_refused_by_its_header(http: aiohttp.C
     async with http.post("/v1/completions", json=BODY, headers={"x-slo-ttft-ms": value}) as response:
         assert response.status == 400
         assert (await response.json())["error"]["param"] == "x-slo-ttft-ms"
+
+
+@pytest.mark.parametrize("name", ["Authorization", "x-slo-ttft-ms", "X-Session-Id"])
+@pytest.mark.parametrize("second", ["same", "other"])
+async def test_a_header_that_is_sent_twice_is_refused_by_its_name(
+    http: aiohttp.ClientSession, front: Front, dispatcher: ScriptedDispatcher, name: str, second: str
+) -> None:
+    front.apply(AdmissionPolicy(tenants={"acme": ACME}))
+    good = {"Authorization": f"Bearer {KEY}", "x-slo-ttft-ms": "100", "X-Session-Id": "s"}
+    value = good[name] if second == "same" else "Bearer 1"
+    async with http.post("/v1/completions", json=BODY, headers=[*good.items(), (name, value)]) as response:
+        assert response.status == 400
+        assert (await response.json())["error"]["param"].lower() == name.lower()
+    assert dispatcher.requests == []
+    async with http.post("/v1/completions", json=BODY, headers=good) as response:
+        assert response.status == 200
+
+
+@pytest.mark.parametrize("name", ["authorization", "x-slo-ttft-ms"])
+async def test_metadata_that_is_sent_twice_is_refused_by_its_name(
+    channel: grpc.aio.Channel, front: Front, dispatcher: ScriptedDispatcher, name: str
+) -> None:
+    front.apply(AdmissionPolicy(tenants={"acme": ACME}))
+    stub = inference_pb2_grpc.InferenceServiceStub(channel)
+    good = (("authorization", f"Bearer {KEY}"), ("x-slo-ttft-ms", "100"))
+    for call in (stub.Generate, stub.GetModelInfo):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            asked = call(_question(call, stub), metadata=(*good, (name, "1")))
+            await (asked.read() if call is stub.Generate else asked)
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert (caught.value.details() or "").startswith(f"{name}: ")
+    assert dispatcher.requests == []
+
+
+def _question(call: object, stub: Any) -> Any:
+    return inference_pb2.GenerateRequest(text="hi") if call is stub.Generate else inference_pb2.GetModelInfoRequest()
+
+
+@pytest.mark.parametrize(
+    "key",
+    [b"\xff\xfe", "\N{KEY}".encode(), b"sk-acme-1\xc3", b"a" * 7000, b""],
+    ids=["bytes", "utf8", "cut", "long", "empty"],
+)
+async def test_a_key_of_any_bytes_is_no_fault_of_ours(http_port: int, front: Front, key: bytes) -> None:
+    """Sent raw: clients' libraries would not send them."""
+    known = AdmissionPolicy(tenants={"acme": TenantPolicy(keys_sha256=[hashlib.sha256(key).hexdigest()])})
+    for policy, status in ((AdmissionPolicy(tenants={"acme": ACME}), b"401"), (known, b"200")):
+        front.apply(policy)
+        reader, writer = await asyncio.open_connection("127.0.0.1", http_port)
+        head = b"GET /v1/models HTTP/1.1\r\nHost: x\r\nConnection: close\r\nAuthorization: Bearer "
+        writer.write(head + key + b"\r\n\r\n")
+        answer = await reader.read()
+        writer.close()
+        assert answer.split(b" ")[1] == status
 
 
 async def test_patience_reaches_the_dispatcher(http: aiohttp.ClientSession, dispatcher: ScriptedDispatcher) -> None:
