@@ -191,7 +191,7 @@ class Dispatcher:
         return [leg for flow in self._flows.values() for leg in flow.legs]
 
     def _choose(self, leg: Leg, now: float) -> Plan | None:
-        ask = Ask(leg.request, leg.flow.placement, leg.flow.keys)
+        ask = Ask(leg.request, leg.flow.next_placement, leg.flow.keys)
         local_cost = self.routing.local_prefill_cost or self._config.local_prefill_cost
         return choose(ask, self._view, self.routing, local_cost, now, self._rng, self.breakers.avoided(now))
 
@@ -234,6 +234,7 @@ class Dispatcher:
             case RefuseReason.NO_BLOCKS:
                 return self._fail(leg.flow, Rejected(RejectReason.QUEUE_TIMEOUT, answer.message))
             case RefuseReason.TRANSFER_FAILED:
+                leg.flow.num_failed_handoffs += 1
                 # One end does not know which one failed.
                 for ref in (worker,) if leg.plan is None else leg.plan.workers:
                     self.breakers.failed(ref.worker_id, now)

@@ -30,6 +30,7 @@ class Stage(StrEnum):
     DONE = "done"
 
 
+MAX_FAILED_HANDOFFS: Final = 2
 NEXT_STAGES: Final[dict[Stage, frozenset[Stage]]] = {
     Stage.QUEUED: frozenset({Stage.RESERVING, Stage.DECODING, Stage.DONE}),
     Stage.RESERVING: frozenset({Stage.PREFILLING, Stage.QUEUED, Stage.DONE}),
@@ -60,8 +61,8 @@ class Output:
 
 @dataclass(slots=True, eq=False)
 class Flow:
-    """An open request. `keys`: of its prompt's blocks (router/policy/choose.py). `num_plans` and `num_migrations` count
-    over all its legs."""
+    """An open request. `keys`: of its prompt's blocks (router/policy/choose.py). The counts are over all
+    its legs."""
 
     request: GenerateRequest
     placement: Placement
@@ -72,6 +73,13 @@ class Flow:
     legs: list[Leg] = field(default_factory=list)
     num_plans: int = 0
     num_migrations: int = 0
+    num_failed_handoffs: int = 0
+
+    @property
+    def next_placement(self) -> Placement:
+        """A prompt that its caller leaves to us is computed where it is decoded, once hand-offs of it have failed."""
+        tired = self.placement is Placement.AUTO and self.num_failed_handoffs >= MAX_FAILED_HANDOFFS
+        return Placement.LOCAL if tired else self.placement
 
 
 @dataclass(slots=True, eq=False)

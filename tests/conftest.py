@@ -17,7 +17,14 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # Before Triton is first imported, by whatever test: its kernels run on a CPU. tests/gpu needs 0.
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
-OWN_CLUSTERS = ("test_faults", "test_hosts", "test_kill_soak", "test_loopback", "test_other_clusters")
+OWN_CLUSTERS = (
+    "test_faults",
+    "test_hosts",
+    "test_kill_soak",
+    "test_loopback",
+    "test_other_clusters",
+    "test_refused_handoff",
+)
 
 
 class ByFile(LoadScopeScheduling):

@@ -76,6 +76,8 @@ GRPC_CASES = {
     "input": inference_pb2.GenerateRequest(),
     "text": inference_pb2.GenerateRequest(text=""),
     "token_ids.ids": inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds()),
+    "token_ids": inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=[504] * 9000)),
+    "text: ": inference_pb2.GenerateRequest(text="a " * (1 << 20)),  # 2 MB
     "sampling.temperature": inference_pb2.GenerateRequest(
         text="Hi", sampling=inference_pb2.Sampling(temperature=float("nan"))
     ),
@@ -85,13 +87,16 @@ GRPC_CASES = {
 
 
 @pytest.mark.parametrize("field", GRPC_CASES)
-def test_grpc_names_the_field(pair: RunningCluster, field: str) -> None:
+def test_grpc_names_the_field_and_touches_no_worker(pair: RunningCluster, field: str) -> None:
+    log = next(pair.folder.glob("run/*/logs/router.log"))
+    planned = log.read_text().count("state=planned")
     with grpc.insecure_channel(pair.grpc, options=(("grpc.enable_http_proxy", 0),)) as channel:
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
         with pytest.raises(grpc.RpcError) as caught:
             list(stub.Generate(GRPC_CASES[field], timeout=30))
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert field in caught.value.details()
+    assert log.read_text().count("state=planned") == planned
 
 
 def test_the_gauges_are_back_to_zero(pair: RunningCluster) -> None:

@@ -43,6 +43,7 @@ class Streaming:
             f"{cluster.http}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
         self.outputs: defaultdict[int, list[int]] = defaultdict(list)  # by choice
+        self.text = ""  # of all choices, as it came
         self.error: dict[str, Any] | None = None
         self.finish_reason: str | None = None
         self.done = False
@@ -76,6 +77,7 @@ class Streaming:
             self.error = chunk.get("error", self.error)
             for choice in chunk.get("choices", ()):
                 self.outputs[choice["index"]] += choice.get("token_ids", [])
+                self.text += choice["text"]
                 self.finish_reason = choice["finish_reason"] or self.finish_reason
 
 

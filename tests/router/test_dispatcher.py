@@ -531,6 +531,21 @@ def test_a_failed_transfer_is_planned_again_until_attempts_run_out() -> None:
     cluster.assert_idle()
 
 
+@pytest.mark.parametrize(("placement", "last"), [(Placement.AUTO, StartGeneration), (Placement.REMOTE, ReserveBlocks)])
+def test_after_two_failed_hand_offs_a_prompt_that_is_left_to_us_is_computed_where_it_is_decoded(
+    placement: Placement, last: type
+) -> None:
+    cluster = Cluster("p1", "d1")
+    cluster.submit(placement=placement)
+    effects: list[Effect] = []
+    for attempt in ("r#x.1", "r#x.2"):
+        assert not any(isinstance(command, StartGeneration) for command in commands(effects))
+        cluster.reserved(attempt)
+        refused = Refused(attempt, RefuseReason.TRANSFER_FAILED, "x")
+        effects = cluster.dispatcher.answered(cluster.refs["d1"], refused, 0.0)
+    assert isinstance(commands(effects)[-1], last)
+
+
 def test_a_draining_worker_takes_nothing_new_and_its_refusal_is_planned_elsewhere() -> None:
     cluster = Cluster("d1", "d2")
     planned = cluster.submit()[0]
