@@ -14,15 +14,15 @@ import logging
 import time
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Final
 
 import grpc
 from prometheus_client import CollectorRegistry, start_http_server
-from tandem.v1 import worker_pb2 as pb
 from tandem.v1 import worker_pb2_grpc as pb_grpc
 
 from cluster.addresses import listening_address
-from cluster.channel import open_channel
+from cluster.announcing import announce_forever
 from cluster.config import WorkerConfig
 from cluster.peers import Peers
 from cluster.router_streams import RouterStream, RouterStreams
@@ -30,9 +30,10 @@ from cluster.routers import with_each_router
 from cluster.worker_engine import Engine, build_engine
 from cluster.worker_role import Drain, WorkerRole
 from cluster.worker_service import WorkerServicer
+from cluster.worker_state import read_state
 from cluster.worker_transfer import build_transfer
 from core.errors import BadRequest
-from core.membership import Role, WorkerInfo, WorkerRef
+from core.membership import Role, WorkerInfo, WorkerLoad, WorkerRef
 from core.messages import (
     CancelRequest,
     Command,
@@ -51,7 +52,6 @@ from decode_worker.session import DecodeConfig, DecodeSession
 from engine.loop import EngineLoop, StepReport
 from engine.step import Progress
 from kv_transfer.driver import Outcome, PushReport
-from kv_transfer.membership_codec import encode_info, encode_load
 from kv_transfer.prefix_index import NoPrefixIndex, PrefixIndex, RedisPrefixIndex
 from prefill_worker.service import PrefillService
 from prefill_worker.session import PrefillConfig, PrefillSession
@@ -61,13 +61,11 @@ from telemetry.worker_metrics import PushOutcome, WorkerMetrics, WorkerState
 
 logger = logging.getLogger(__name__)
 
-ANNOUNCE_INTERVAL_S: Final = 1.0
-ANNOUNCE_TIMEOUT_S: Final = 2.0
 TICK_INTERVAL_S: Final = 0.1
+LOAD_INTERVAL_S: Final = 1.0
 DRAIN_POLL_S: Final = 0.01
 INDEX_TTL_S: Final = 300.0
 MAX_MESSAGE_BYTES: Final = 64 << 20
-EXIT_REFUSED: Final = 71
 
 
 class WorkerHost:
@@ -89,7 +87,7 @@ class WorkerHost:
         listener.pushed, listener.landed, listener.verified = self._pushed, self._metrics.landed, self._metrics.verified
         await self._listen()
         self._tasks.watch(self._loop.start())
-        announcing = with_each_router(config.router_addresses, self._announce_to)
+        announcing = with_each_router(config.router_addresses, partial(announce_forever, self._read_self))
         for work in (announcing, self._tick_forever(), self._refresh_index_forever()):
             self._tasks.spawn(work)
         return self._info
@@ -264,7 +262,7 @@ class WorkerHost:
             self._transfer.driver.tick()
             self._role.service.tick()
             if time.monotonic() >= load_at_s or self._streams.behind or self._engine.pool.has_changes:
-                load_at_s = time.monotonic() + ANNOUNCE_INTERVAL_S
+                load_at_s = time.monotonic() + LOAD_INTERVAL_S
                 self._say(())
             if idle is bool(self._role.held()):
                 idle = not idle
@@ -279,24 +277,8 @@ class WorkerHost:
         if pool.num_used:
             log_state(logger, logging.ERROR, worker_id=self._ref, state="orphaned", num_blocks=pool.num_used)
 
-    async def _announce_to(self, router: str) -> None:
-        """FAILED_PRECONDITION: this incarnation is reported dead, or can never belong; so it is with every router."""
-        async with open_channel(router) as channel:
-            stub, heard = pb_grpc.RouterServiceStub(channel), True
-            while True:
-                load = encode_load(self._engine.scheduler.load())
-                worker = encode_info(replace(self._info, role=self._role.role))
-                request = pb.AnnounceRequest(worker=worker, load=load)
-                try:
-                    await stub.Announce(request, timeout=ANNOUNCE_TIMEOUT_S)
-                    heard = True
-                except grpc.aio.AioRpcError as error:
-                    if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
-                        end_process(EXIT_REFUSED, f"router {router}: {error.details()}", worker_id=self._ref)
-                    if heard:
-                        log_state(logger, logging.WARNING, router=router, state="unreachable")
-                    heard = False
-                await asyncio.sleep(ANNOUNCE_INTERVAL_S)
+    def _read_self(self) -> tuple[WorkerInfo, WorkerLoad]:
+        return replace(self._info, role=self._role.role), self._engine.scheduler.load()
 
     async def _refresh_index_forever(self) -> None:
         """Entries in the shared index end by themselves unless they are said again."""
@@ -312,25 +294,7 @@ class WorkerHost:
         self._metrics.push_done(outcome, num_bytes, push.wait_s, push.push_s, push.exposed_s)
 
     def _state(self) -> WorkerState:
-        load, index = self._engine.scheduler.load(), self._index.stats
-        transfer = self._transfer.transport.stats()
-        return WorkerState(
-            free_blocks=load.free_blocks,
-            used_blocks=load.used_blocks,
-            quarantined_blocks=load.quarantined_blocks,
-            running_requests=load.running_requests,
-            waiting_requests=load.waiting_requests,
-            open_requests=len(self._role.service),
-            orphaned_blocks=self._orphaned_blocks,
-            open_handoffs=len(self._transfer.handoffs),
-            preemptions=self._engine.scheduler.num_preemptions,
-            pushes_in_flight=transfer.in_flight,
-            zombie_pushes=transfer.zombies,
-            peers_lost=transfer.peers_lost,
-            index_lookups=index.lookups,
-            index_hit_blocks=index.hit_blocks,
-            index_failures=index.failures,
-        )
+        return read_state(self._engine, self._transfer, self._index, len(self._role.service), self._orphaned_blocks)
 
     # --- the end of a worker that is broken -----------------------------------------------------------------------
 

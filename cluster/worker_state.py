@@ -1,0 +1,32 @@
+"""What a worker is asked for when its metrics are scraped."""
+
+from __future__ import annotations
+
+from cluster.worker_engine import Engine
+from cluster.worker_transfer import Transfer
+from kv_transfer.prefix_index import PrefixIndex
+from telemetry.worker_metrics import WorkerState
+
+
+def read_state(
+    engine: Engine, transfer: Transfer, index: PrefixIndex, open_requests: int, orphaned_blocks: int
+) -> WorkerState:
+    """Plain numbers, as they are now; called in the scraping thread."""
+    load, pushes = engine.scheduler.load(), transfer.transport.stats()
+    return WorkerState(
+        free_blocks=load.free_blocks,
+        used_blocks=load.used_blocks,
+        quarantined_blocks=load.quarantined_blocks,
+        running_requests=load.running_requests,
+        waiting_requests=load.waiting_requests,
+        open_requests=open_requests,
+        orphaned_blocks=orphaned_blocks,
+        open_handoffs=len(transfer.handoffs),
+        preemptions=engine.scheduler.num_preemptions,
+        pushes_in_flight=pushes.in_flight,
+        zombie_pushes=pushes.zombies,
+        peers_lost=pushes.peers_lost,
+        index_lookups=index.stats.lookups,
+        index_hit_blocks=index.stats.hit_blocks,
+        index_failures=index.stats.failures,
+    )
