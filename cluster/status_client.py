@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import grpc
 from tandem.v1 import worker_pb2, worker_pb2_grpc
@@ -14,17 +14,19 @@ from cluster.routers import look_up
 from core.errors import TandemError
 from core.membership import Life, Role, WorkerRef
 
+TIMEOUT_S: Final = 5.0
+
 
 class RouterUnreachable(TandemError):
     """Nobody answers at the router's gRPC address."""
 
 
-async def fetch_status(address: str, timeout_s: float = 5.0) -> Any:
+async def fetch_status(address: str) -> Any:
     """A tandem.v1.GetStatusResponse. Raises: RouterUnreachable."""
     async with open_channel(address) as channel:
         try:
             stub = worker_pb2_grpc.RouterServiceStub(channel)
-            return await stub.GetStatus(worker_pb2.GetStatusRequest(), timeout=timeout_s)
+            return await stub.GetStatus(worker_pb2.GetStatusRequest(), timeout=TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
             raise RouterUnreachable(f"router at {address}: {error.code().name}: {error.details()}") from None
 
@@ -50,14 +52,14 @@ async def fetch_all(names: Sequence[str]) -> dict[str, Any]:
     return statuses
 
 
-async def report_death(address: str, ref: WorkerRef, timeout_s: float = 5.0) -> None:
+async def report_death(address: str, ref: WorkerRef) -> None:
     """Say that the process of this life has ended. Raises: RouterUnreachable: it was not heard."""
     request = worker_pb2.ReportDeathRequest(
         worker=worker_pb2.WorkerRef(worker_id=ref.worker_id, incarnation=ref.incarnation)
     )
     async with open_channel(address) as channel:
         try:
-            await worker_pb2_grpc.RouterServiceStub(channel).ReportDeath(request, timeout=timeout_s)
+            await worker_pb2_grpc.RouterServiceStub(channel).ReportDeath(request, timeout=TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
             raise RouterUnreachable(f"router at {address}: {error.code().name}: {error.details()}") from None
 

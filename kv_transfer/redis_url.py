@@ -23,6 +23,7 @@ class RedisKind(StrEnum):
     CLUSTER = "cluster"
 
 
+FIELD: Final = "redis_url"  # what a complaint names
 SCHEMES: Final = {
     "redis": RedisKind.SERVER,
     "rediss": RedisKind.SERVER,
@@ -49,12 +50,12 @@ class RedisUrl:
     ca_file: str | None
 
     @staticmethod
-    def parse(text: str, field: str = "redis_url") -> RedisUrl:
-        """Raises: BadRequest: on `field`; what it says never holds the password."""
+    def parse(text: str) -> RedisUrl:
+        """Raises: BadRequest: on `redis_url`; what it says never holds the password."""
         scheme, found, _rest = text.partition("://")
         kind = SCHEMES.get(scheme)
         if not found or kind is None:
-            raise BadRequest(field, f"must start with one of {', '.join(f'{name}://' for name in SCHEMES)}")
+            raise BadRequest(FIELD, f"must start with one of {', '.join(f'{name}://' for name in SCHEMES)}")
         parts = urlsplit(text)
         login, _, hosts = parts.netloc.rpartition("@")
         username, _, password = login.partition(":")
@@ -62,7 +63,7 @@ class RedisUrl:
         url = RedisUrl(
             text,
             kind,
-            tuple(_host(part, DEFAULT_PORTS[kind], field) for part in hosts.split(",")) if scheme != "unix" else (),
+            tuple(_host(part, DEFAULT_PORTS[kind]) for part in hosts.split(",")) if scheme != "unix" else (),
             unquote(parts.path.strip("/")),
             unquote(username) or None,
             unquote(password) or None,
@@ -70,20 +71,20 @@ class RedisUrl:
             query.get("ssl_ca_certs"),
         )
         if kind is RedisKind.SENTINEL and not url.name:
-            raise BadRequest(field, "must end in the primary's name, as the Sentinels know it: /NAME")
+            raise BadRequest(FIELD, "must end in the primary's name, as the Sentinels know it: /NAME")
         if kind is RedisKind.CLUSTER and url.name:
-            raise BadRequest(field, "a Cluster has one database: nothing may follow its hosts")
+            raise BadRequest(FIELD, "a Cluster has one database: nothing may follow its hosts")
         if kind is not RedisKind.SERVER and set(query) - {"ssl_ca_certs"}:
-            raise BadRequest(field, f"unknown parameters: {', '.join(sorted(set(query) - {'ssl_ca_certs'}))}")
+            raise BadRequest(FIELD, f"unknown parameters: {', '.join(sorted(set(query) - {'ssl_ca_certs'}))}")
         return url
 
 
-def _host(part: str, default_port: int, field: str) -> tuple[str, int]:
+def _host(part: str, default_port: int) -> tuple[str, int]:
     try:
         one = urlsplit(f"//{part}")
         host, port = one.hostname, one.port
     except ValueError as error:
-        raise BadRequest(field, f"host {part!r}: {error}") from error
+        raise BadRequest(FIELD, f"host {part!r}: {error}") from error
     if not host:
-        raise BadRequest(field, "must name its hosts: host:port,host:port")
+        raise BadRequest(FIELD, "must name its hosts: host:port,host:port")
     return host, default_port if port is None else port

@@ -259,6 +259,10 @@ class Dispatcher:
             self._books.first_token(leg, worker, computed_tokens, now)
         if delta.usage is not None:
             self.breakers.succeeded(worker.worker_id)
+        return self._deliver(leg, worker, delta)
+
+    def _deliver(self, leg: Leg, worker: WorkerRef, delta: TokenDelta) -> list[Effect]:
+        """What is next of its choice's output. The last of all choices ends the request, and so does a failure."""
         flow, choice = leg.flow, leg.choices[delta.choice]
         ready = flow.outputs[choice].take(delta)
         if not ready:
@@ -274,7 +278,8 @@ class Dispatcher:
             return effects + self._end(flow)
         if all(output.ended for output in leg.outputs):
             # A decode worker that has not drawn the last token does not know yet that nothing is left to do.
-            effects += self._recall(leg) if worker == leg.plan.prefill else []
+            if leg.plan is not None and worker == leg.plan.prefill:
+                effects += self._recall(leg)
             self._close(leg)
         return effects
 

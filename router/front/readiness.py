@@ -14,6 +14,7 @@ Readiness = Callable[[], str | None]
 
 LIVE: Final = "live"
 READY: Final = "ready"
+FOLLOW_INTERVAL_S: Final = 0.5
 
 
 class ReadinessHealth(health.aio.HealthServicer):  # type: ignore[misc]  # grpcio-health-checking has no types
@@ -46,8 +47,8 @@ class ReadinessHealth(health.aio.HealthServicer):  # type: ignore[misc]  # grpci
         for name in self._names:
             await self.set(name, status)
 
-    async def follow(self, interval_s: float = 0.5) -> None:
+    async def follow(self) -> None:
         """Refresh until cancelled, for those who Watch."""
         while True:
             await self.refresh()
-            await asyncio.sleep(interval_s)
+            await asyncio.sleep(FOLLOW_INTERVAL_S)

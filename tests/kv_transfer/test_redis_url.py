@@ -46,6 +46,6 @@ def test_login_name_and_tls() -> None:
 )
 def test_what_is_wrong_is_refused_by_its_field_and_never_with_the_password(text: str) -> None:
     with pytest.raises(BadRequest) as refused:
-        RedisUrl.parse(text.replace("://", "://user:secret@"), "field")
-    assert refused.value.field == "field"
+        RedisUrl.parse(text.replace("://", "://user:secret@"))
+    assert refused.value.field == "redis_url"
     assert "secret" not in str(refused.value)
