@@ -72,7 +72,7 @@ class Launcher:
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._background: list[asyncio.Task[None]] = []
         self._controlling: asyncio.Task[None] | None = None
-        self._spare = SpareWorker(self._create_worker, config.start_timeout_s)
+        self._spare = SpareWorker(self._create_worker, config.start_timeout_s, config.heartbeat_timeout_s)
         self._serving = False
         self._stopping = False
 

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 
-from cluster.controller import ActorFailures
+from cluster.controller import ActorFailures, watch
 from cluster.ray_runtime import Actor
 
 
 class SpareWorker:
     """At most one. create: a new process that is told nothing yet. All in one event loop."""
 
-    def __init__(self, create: Callable[[], Actor], prepare_timeout_s: float) -> None:
+    def __init__(self, create: Callable[[], Actor], prepare_timeout_s: float, heartbeat_timeout_s: float) -> None:
         self._create = create
         self._prepare_timeout_s = prepare_timeout_s
+        self._heartbeat_timeout_s = heartbeat_timeout_s
         self._actor: Actor | None = None
         self._tending: asyncio.Task[None] | None = None
 
@@ -45,10 +47,9 @@ class SpareWorker:
             self._tending.cancel()
 
     async def _tend(self, actor: Actor) -> None:
-        """One that dies, or cannot import what it must, is no spare."""
-        try:
+        """One that dies, hangs, or cannot import what it must, is no spare."""
+        with suppress(*ActorFailures):
             await actor.call("prepare", timeout_s=self._prepare_timeout_s)
-            await actor.call("watch", timeout_s=None)
-        except ActorFailures:
-            actor.kill()
+            await watch(actor, self._heartbeat_timeout_s)
+        actor.kill()
         self._actor = None

@@ -33,21 +33,30 @@ local now_ms = clock[1] * 1000 + math.floor(clock[2] / 1000)
 """
 
 # KEYS: open, bucket. ARGV: permit, tokens, lease in ms, most open (-1: any), tokens per ms (0: any), bucket's size.
-# Returns the verdict, and for how many ms the bucket lacks tokens.
+# Returns the verdict, and for how many ms the bucket lacks tokens. What is not ours under our keys is as if it were not
+# there, and so is a lease that no router can have given: the clock of a server that took over may be behind.
 _TAKE: Final = (
     _NOW
     + """
+for index, kind in ipairs({'zset', 'hash'}) do
+  local found = redis.call('TYPE', KEYS[index]).ok
+  if found ~= 'none' and found ~= kind then redis.call('DEL', KEYS[index]) end
+end
 redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now_ms)
-local most_open, rate = tonumber(ARGV[4]), tonumber(ARGV[5])
+redis.call('ZREMRANGEBYSCORE', KEYS[1], '(' .. string.format('%.0f', now_ms + ARGV[3]), '+inf')
+local most_open, rate, most_debt = tonumber(ARGV[4]), tonumber(ARGV[5]), 1e9
 if most_open >= 0 and redis.call('ZCARD', KEYS[1]) >= most_open then return {'open', 0} end
 if rate > 0 then
   local tokens, size = tonumber(ARGV[2]), tonumber(ARGV[6])
-  local level, known = size, redis.call('HMGET', KEYS[2], 'level', 'at_ms')
-  if known[1] and known[2] then
-    level = math.min(size, tonumber(known[1]) + rate * math.max(0, now_ms - tonumber(known[2])))
-  end
+  local known = redis.call('HMGET', KEYS[2], 'level', 'at_ms')
+  local level, at_ms = tonumber(known[1] or ''), tonumber(known[2] or '')
+  if not (level and at_ms and level >= -most_debt) then level, at_ms = size, now_ms end
+  level = math.min(size, level + rate * math.max(0, now_ms - at_ms))
   local missing = math.min(tokens, size) - level
-  if missing > 0 then return {'tokens', math.ceil(missing / rate)} end
+  if missing > 0 then
+    if at_ms > now_ms then redis.call('HSET', KEYS[2], 'at_ms', now_ms) end
+    return {'tokens', math.ceil(missing / rate)}
+  end
   redis.call('HSET', KEYS[2], 'level', level - tokens, 'at_ms', now_ms)
   redis.call('PEXPIRE', KEYS[2], math.ceil((size - level + tokens) / rate) + 60000)  -- by then it is full
 end

@@ -38,7 +38,7 @@ async def forgotten(spare: SpareWorker) -> None:
 
 async def test_a_spare_is_taken_once(ray_runtime: RayRuntime) -> None:
     actors: list[Actor] = []
-    spare = SpareWorker(creating(ray_runtime, STUB, actors), TIMEOUT_S)
+    spare = SpareWorker(creating(ray_runtime, STUB, actors), TIMEOUT_S, TIMEOUT_S)
     spare.refill()
     spare.refill()  # there is one
     assert len(actors) == 1
@@ -50,9 +50,23 @@ async def test_a_spare_is_taken_once(ray_runtime: RayRuntime) -> None:
         actor.kill()
 
 
+async def test_a_spare_that_hangs_is_not_given(ray_runtime: RayRuntime) -> None:
+    """A stopped process: whoever got it would wait until its start is given up."""
+    actors: list[Actor] = []
+    spare = SpareWorker(creating(ray_runtime, STUB, actors), TIMEOUT_S, heartbeat_timeout_s=0.5)
+    spare.refill()
+    pid = await pid_of(actors[0])
+    await actors[0].call("prepare", timeout_s=TIMEOUT_S)
+    os.kill(pid, signal.SIGSTOP)
+    await forgotten(spare)
+    living = spare.take()
+    assert living is actors[1] and await pid_of(living)
+    living.kill()
+
+
 async def test_a_spare_that_died_is_not_given(ray_runtime: RayRuntime) -> None:
     actors: list[Actor] = []
-    spare = SpareWorker(creating(ray_runtime, STUB, actors), TIMEOUT_S)
+    spare = SpareWorker(creating(ray_runtime, STUB, actors), TIMEOUT_S, TIMEOUT_S)
     spare.refill()
     os.kill(await pid_of(actors[0]), signal.SIGKILL)
     await forgotten(spare)
@@ -63,7 +77,7 @@ async def test_a_spare_that_died_is_not_given(ray_runtime: RayRuntime) -> None:
 
 async def test_a_spare_that_cannot_import_its_host_is_not_given(ray_runtime: RayRuntime) -> None:
     actors: list[Actor] = []
-    spare = SpareWorker(creating(ray_runtime, "nowhere:Host", actors), TIMEOUT_S)
+    spare = SpareWorker(creating(ray_runtime, "nowhere:Host", actors), TIMEOUT_S, TIMEOUT_S)
     spare.refill()
     await forgotten(spare)
     assert len(actors) == 1

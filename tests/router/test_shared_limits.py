@@ -113,7 +113,7 @@ async def test_tokens_come_from_one_bucket_and_what_was_not_used_goes_back(make:
 async def test_permits_of_a_dead_router_end_by_their_lease_and_those_of_a_living_one_do_not(
     make: Callable[..., SharedLimiter],
 ) -> None:
-    dead, living = make("r1", lease_s=0.3), make("r2", lease_s=0.3)
+    dead, living = make("r1", lease_s=2.0), make("r2", lease_s=2.0)
     renewing = asyncio.create_task(living.renew_forever())
     try:
         await dead.take("two", 1)
@@ -176,3 +176,59 @@ async def test_a_client_that_leaves_while_redis_is_asked_leaves_nothing(make: Ca
             await asking
     await until_taken(limiter, "two")
     await until_taken(limiter, "two")
+
+
+HOUR_MS = 3_600_000
+OPEN, BUCKET = "limits:{{model/{}}}:open", "limits:{{model/{}}}:bucket"
+
+
+@pytest.mark.parametrize("where", [OPEN, BUCKET], ids=["open", "bucket"])
+@pytest.mark.parametrize("lie", ["string", "list", "set", "hash", "zset"])
+async def test_what_others_wrote_under_our_keys_is_as_if_it_were_not_there(
+    make: Callable[..., SharedLimiter], server: Valkey, where: str, lie: str
+) -> None:
+    with redis.Redis(port=server.port) as client:
+        for tenant in ("two", "slow"):
+            key = where.format(tenant)
+            write: dict[str, Callable[[], object]] = {
+                "string": lambda key=key: client.set(key, "x"),  # type: ignore[misc]
+                "list": lambda key=key: client.rpush(key, "x"),  # type: ignore[misc]
+                "set": lambda key=key: client.sadd(key, "x"),  # type: ignore[misc]
+                "hash": lambda key=key: client.hset(key, mapping={"level": "much", "at_ms": "now"}),  # type: ignore[misc]
+                "zset": lambda key=key: client.zadd(key, {"x": time.time() * 1000 - 1}),  # type: ignore[misc]
+            }
+            write[lie]()
+    limiter = make("r1")
+    await limiter.take("two", 1)
+    await limiter.take("two", 1)
+    assert (await refused(limiter, "two")).reason is RejectReason.TENANT_CONCURRENCY
+    await limiter.take("slow", 100)
+    assert (await refused(limiter, "slow")).reason is RejectReason.TENANT_TOKENS
+    assert not limiter.away
+
+
+@pytest.mark.parametrize("level", ["nan", "inf", "-inf", "1e300", "-1e300", "", "0x"])
+async def test_a_bucket_of_no_sense_is_a_full_one(
+    make: Callable[..., SharedLimiter], server: Valkey, level: str
+) -> None:
+    with redis.Redis(port=server.port) as client:
+        client.hset(BUCKET.format("slow"), mapping={"level": level, "at_ms": time.time() * 1000})
+    limiter = make("r1")
+    await limiter.take("slow", 100)
+    assert (await refused(limiter, "slow")).reason is RejectReason.TENANT_TOKENS
+    assert not limiter.away
+
+
+async def test_a_server_whose_clock_is_behind_its_predecessors_holds_nobody_up(
+    make: Callable[..., SharedLimiter], server: Valkey
+) -> None:
+    """As after a failover: leases end, and buckets fill, in its own time."""
+    limiter = make("r1")
+    with redis.Redis(port=server.port) as client:
+        ahead_ms = time.time() * 1000 + HOUR_MS
+        client.zadd(OPEN.format("two"), {"dead.1": ahead_ms, "dead.2": ahead_ms})
+        client.hset(BUCKET.format("slow"), mapping={"level": 0, "at_ms": ahead_ms})
+        await limiter.take("two", 1)
+        assert (await refused(limiter, "slow")).reason is RejectReason.TENANT_TOKENS
+        assert float(client.hget(BUCKET.format("slow"), "at_ms") or 0) < ahead_ms - HOUR_MS / 2  # type: ignore[arg-type]
+    assert not limiter.away
