@@ -22,9 +22,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from cluster.config import WorkerConfig
 from cluster.folders import default_model_folder
 from cluster.kv_memory import memory_of
+from cluster.worker_config import WorkerConfig
 from cluster.worker_engine import Engine, build_engine
 from core.handoff import HandoffTicket
 from core.identity import CacheIdentity

@@ -23,8 +23,8 @@ from typing import Any, Final
 
 from cluster import processes
 from cluster.burial import Location
-from cluster.config import WorkerConfig
 from cluster.ray_runtime import note_this_actor, this_host
+from cluster.worker_config import WorkerConfig
 from core.identity import SCHEMA_REVISION
 from core.membership import Role, WorkerInfo
 from telemetry.logs import setup_logs

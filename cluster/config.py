@@ -1,4 +1,4 @@
-"""What a cluster and each of its workers are told at start: one frozen dataclass each, checked once, at the edge."""
+"""What a cluster is told at start, checked once, at the edge; and what of it is for its routers and its workers."""
 
 from __future__ import annotations
 
@@ -6,18 +6,14 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Final
 
+from cluster.worker_config import WorkerConfig, require_range
 from core.errors import BadRequest
 from core.membership import Role
-from kv_transfer.effects import LoadFailurePolicy
-from kv_transfer.faults import TransportFaults
-from kv_transfer.redis_url import RedisUrl
 from router.config import DispatcherConfig, RouterConfig
 
-DTYPES: Final = ("float32", "bfloat16")
 MAX_WORKERS_PER_ROLE: Final = 64
 MAX_ROUTERS: Final = 16
 ROUTER_PORT_STEP: Final = 10  # the default ports of one router lie side by side
-OWN_ADDRESS: Final = "auto"
 PORTS: Final = ("http_port", "grpc_port", "registry_port")
 STEPS_AHEAD: Final = 4  # of prompts, for each worker; the rest waits in the router
 
@@ -117,13 +113,13 @@ class ClusterConfig:
     """A worker process that does not answer for so long is hung: killed and replaced."""
 
     def __post_init__(self) -> None:
-        _require_range("num_prefill", self.num_prefill, 0 if self.aggregated else 1, MAX_WORKERS_PER_ROLE)
-        _require_range("num_decode", self.num_decode, 1, MAX_WORKERS_PER_ROLE)
-        _require_range("num_routers", self.num_routers, 1, MAX_ROUTERS)
+        require_range("num_prefill", self.num_prefill, 0 if self.aggregated else 1, MAX_WORKERS_PER_ROLE)
+        require_range("num_decode", self.num_decode, 1, MAX_WORKERS_PER_ROLE)
+        require_range("num_routers", self.num_routers, 1, MAX_ROUTERS)
         taken: dict[int, str] = {}
         for name in (*PORTS, "controller_port"):
             first_port = getattr(self, name)
-            _require_range(name, first_port, 0, 65535 - ROUTER_PORT_STEP * (self.num_routers - 1))
+            require_range(name, first_port, 0, 65535 - ROUTER_PORT_STEP * (self.num_routers - 1))
             ports = self.router_ports(name) if name in PORTS else range(first_port, first_port + 1)
             for port in ports if first_port else ():
                 if port in taken:
@@ -134,12 +130,13 @@ class ClusterConfig:
                 raise BadRequest(name, "must not be empty")
         if self.ray_address and not _is_address(self.ray_address):
             raise BadRequest("ray_address", f"must be host:port, got {self.ray_address!r}")
-        _require_range("controller_health_port", self.controller_health_port, 1, 65535)
-        DispatcherConfig(local_prefill_cost=self.local_prefill_cost)  # refused here already when it would be there
+        require_range("controller_health_port", self.controller_health_port, 1, 65535)
         for name in ("lease_s", "start_timeout_s", "drain_timeout_s", "heartbeat_timeout_s"):
-            _require_range(name, getattr(self, name), 0.1, 3600.0)
-        _require_range("drain_finish_s", self.drain_finish_s, 0.0, 3600.0)
-        _require_engine_fields(self)
+            require_range(name, getattr(self, name), 0.1, 3600.0)
+        require_range("drain_finish_s", self.drain_finish_s, 0.0, 3600.0)
+        # What a router or a worker would refuse is refused here already.
+        DispatcherConfig(local_prefill_cost=self.local_prefill_cost)
+        worker_config(self, "any", "any", Role.DECODE, router_addresses=self.registry_addresses)
 
     @property
     def served_model_name(self) -> str:
@@ -185,74 +182,6 @@ class ClusterConfig:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerConfig:
-    """One life of one worker, as its host process gets it."""
-
-    worker_id: str
-    """Stable name of the place: "decode-0"."""
-    incarnation: str
-    """Random, new at each start: messages that name another one are refused."""
-    role: Role
-    """What it does."""
-    model_folder: Path
-    """As in ClusterConfig."""
-    router_addresses: tuple[str, ...]
-    """host:port of each router's registry, or names that resolve to them, for Announce."""
-    dtype: str = "float32"
-    """As in ClusterConfig."""
-    num_blocks: int = 1024
-    """KV blocks of the pool."""
-    block_size: int = 16
-    """Tokens in a block."""
-    token_budget: int = 256
-    """Most tokens of one engine step."""
-    prefill_delay_steps: int = 0
-    """As in ClusterConfig."""
-    max_decode_slowdown: float = 2.0
-    """As in ClusterConfig."""
-    unpack_weights: bool = False
-    """As in ClusterConfig."""
-    redis_url: str | None = None
-    """Shared prefix index; None: none."""
-    kv_interface: str = "lo"
-    """As in ClusterConfig."""
-    kv_checksums: bool = True
-    """As in ClusterConfig."""
-    kv_load_failure_policy: str = "recompute"
-    """As in ClusterConfig."""
-    kv_bytes_in_flight: int = 64 << 20
-    """As in ClusterConfig."""
-    kv_faults: str | None = None
-    """As in ClusterConfig."""
-    worker_host: str = "127.0.0.1"
-    """As in ClusterConfig: its gRPC server listens there on a free port."""
-    metrics_port: int = 0
-    """As in ClusterConfig."""
-    cpu_core: int | None = None
-    """Core to run on; None: any."""
-    gpu_index: int = 0
-    """GPU to compute on, where an engine for GPUs is chosen; counted round where there are fewer."""
-    lease_s: float = 10.0
-    """Life of a hand-off lease without renewal."""
-    drain_timeout_s: float = 5.0
-    """As in ClusterConfig, after SIGTERM."""
-    drain_finish_s: float = 2.0
-    """As in ClusterConfig, after SIGTERM."""
-    log_file: Path | None = None
-    """Where its output goes; None: where its process's goes."""
-
-    def __post_init__(self) -> None:
-        for name in ("worker_id", "incarnation", "router_addresses"):
-            if not getattr(self, name):
-                raise BadRequest(name, "must not be empty")
-        if self.cpu_core is not None:
-            _require_range("cpu_core", self.cpu_core, 0, 4095)
-        _require_range("gpu_index", self.gpu_index, 0, 4095)
-        _require_range("lease_s", self.lease_s, 0.1, 3600.0)
-        _require_engine_fields(self)
-
-
 def worker_config(cluster: ClusterConfig, worker_id: str, incarnation: str, role: Role, **rest: Any) -> WorkerConfig:
     """A worker's share of the cluster's settings; `rest` holds what only the launcher knows."""
     shared = {item.name for item in fields(WorkerConfig)} & {item.name for item in fields(ClusterConfig)}
@@ -275,31 +204,3 @@ def router_config(cluster: ClusterConfig) -> RouterConfig:
 def _is_address(text: str) -> bool:
     host, _, port = text.rpartition(":")
     return bool(host) and port.isdecimal()
-
-
-def _require_range(name: str, value: float, low: float, high: float) -> None:
-    if not low <= value <= high:
-        raise BadRequest(name, f"must be in [{low}, {high}], got {value}")
-
-
-def _require_engine_fields(config: ClusterConfig | WorkerConfig) -> None:
-    if config.dtype not in DTYPES:
-        raise BadRequest("dtype", f"must be one of {', '.join(DTYPES)}, got {config.dtype!r}")
-    policies = [policy.value for policy in LoadFailurePolicy]
-    if config.kv_load_failure_policy not in policies:
-        raise BadRequest("kv_load_failure_policy", f"must be {' or '.join(policies)}")
-    _require_range("kv_bytes_in_flight", config.kv_bytes_in_flight, 1 << 16, 1 << 36)
-    if config.kv_faults is not None:
-        TransportFaults.parse(config.kv_faults)
-    for name in ("kv_interface", "worker_host"):
-        if not getattr(config, name):
-            raise BadRequest(name, "must not be empty")
-    _require_range("metrics_port", config.metrics_port, 0, 65535)
-    _require_range("num_blocks", config.num_blocks, 1, 1 << 22)
-    _require_range("block_size", config.block_size, 1, 256)
-    _require_range("token_budget", config.token_budget, 1, 65536)
-    _require_range("prefill_delay_steps", config.prefill_delay_steps, 0, 1000)
-    if not config.max_decode_slowdown > 1.0:
-        raise BadRequest("max_decode_slowdown", f"must be a number above 1, got {config.max_decode_slowdown}")
-    if config.redis_url is not None:
-        RedisUrl.parse(config.redis_url)

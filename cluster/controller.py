@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Final, assert_never
 
 from cluster.burial import Bury, Location
-from cluster.config import ClusterConfig, WorkerConfig
+from cluster.config import ClusterConfig
 from cluster.fleet import (
     DrainRefused,
     DrainWorker,
@@ -33,6 +33,7 @@ from cluster.fleet import (
     WorkerStarted,
 )
 from cluster.ray_runtime import Actor, ActorError, ActorLost
+from cluster.worker_config import WorkerConfig
 from core.membership import Life, Role, WorkerInfo, WorkerRef
 
 PING_EVERY_S: Final = 2.0

@@ -21,13 +21,14 @@ from aiohttp import web
 
 from cluster.actors import HostPaths, ServingWorker, WorkerActor
 from cluster.burial import HostBurial
-from cluster.config import ClusterConfig, WorkerConfig, worker_config
+from cluster.config import ClusterConfig, worker_config
 from cluster.controller import ActorFailures, Controller
 from cluster.controller_service import serve_controller
 from cluster.death_notices import DeathNotices
 from cluster.fleet import Event, Fleet, StartFailed, StartWorker, WorkerDied, WorkerStarted
 from cluster.progress import Progress
 from cluster.ray_runtime import STOP_TIMEOUT_S, Actor, RayRuntime
+from cluster.worker_config import WorkerConfig
 from core.errors import BadRequest
 from core.identity import SCHEMA_REVISION
 from core.membership import Role, WorkerInfo, WorkerRef

@@ -23,7 +23,7 @@ import grpc
 from cluster import processes
 from cluster.actors import HostPaths, RouterActor, WorkerActor
 from cluster.burial import bury_here
-from cluster.config import ClusterConfig, WorkerConfig, router_config, worker_config
+from cluster.config import ClusterConfig, router_config, worker_config
 from cluster.controller import Controller
 from cluster.controller_service import serve_controller
 from cluster.death_notices import DeathNotices
@@ -35,6 +35,7 @@ from cluster.router_keeper import RouterKeeper
 from cluster.spare import SpareWorker
 from cluster.status_client import RouterUnreachable, fetch_status, missing
 from cluster.valkey import EmbeddedValkey
+from cluster.worker_config import WorkerConfig
 from core.errors import TandemError
 from router.config import RouterConfig
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from cluster.config import WorkerConfig
+from cluster.worker_config import WorkerConfig
 from core.identity import SCHEMA_REVISION, CacheIdentity
 from core.request import GenerateRequest
 from engine.block_pool import BlockPool

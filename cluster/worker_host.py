@@ -23,10 +23,10 @@ from tandem.v1 import worker_pb2_grpc as pb_grpc
 
 from cluster.addresses import listening_address
 from cluster.announcing import announce_forever
-from cluster.config import WorkerConfig
 from cluster.peers import Peers
 from cluster.router_streams import RouterStream, RouterStreams
 from cluster.routers import with_each_router
+from cluster.worker_config import WorkerConfig
 from cluster.worker_engine import Engine, build_engine
 from cluster.worker_role import Drain, WorkerRole
 from cluster.worker_service import WorkerServicer

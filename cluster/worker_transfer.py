@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from cluster.config import WorkerConfig
 from cluster.kv_memory import TensorMemory, memory_of
+from cluster.worker_config import WorkerConfig
 from cluster.worker_engine import Engine
 from core.membership import WorkerRef
 from kv_transfer.checksum import BlockChecksums

@@ -7,9 +7,10 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, Final
 
-from cluster.config import DTYPES, ClusterConfig
+from cluster.config import ClusterConfig
 from cluster.folders import DEFAULT_MODEL, default_model_folder
 from cluster.settings import load_cluster_config
+from cluster.worker_config import DTYPES
 
 # A flag that is not given stays unset, so that the file's value or the default holds.
 UNSET: Final = argparse.SUPPRESS

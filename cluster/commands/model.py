@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from cluster.config import DTYPES
 from cluster.folders import default_model_folder, models_folder
 from cluster.progress import Progress
+from cluster.worker_config import DTYPES
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

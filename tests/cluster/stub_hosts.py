@@ -10,7 +10,7 @@ import grpc
 from aiohttp import web
 from tandem.v1 import worker_pb2, worker_pb2_grpc
 
-from cluster.config import WorkerConfig
+from cluster.worker_config import WorkerConfig
 from core.errors import BadRequest
 from core.membership import Role, WorkerInfo, WorkerRef
 from router.config import RouterConfig

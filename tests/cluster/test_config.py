@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from cluster.addresses import listening_address
-from cluster.config import ClusterConfig, WorkerConfig, router_config, worker_config
+from cluster.config import ClusterConfig, router_config, worker_config
 from cluster.settings import load_cluster_config
+from cluster.worker_config import WorkerConfig
 from core.errors import BadRequest
 from core.membership import Role
 

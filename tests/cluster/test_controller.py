@@ -18,7 +18,7 @@ from stub_hosts import STUCK_S
 from cluster import processes
 from cluster.actors import WorkerActor
 from cluster.burial import bury_here
-from cluster.config import ClusterConfig, WorkerConfig, worker_config
+from cluster.config import ClusterConfig, worker_config
 from cluster.controller import Controller
 from cluster.fleet import (
     DrainRefused,
@@ -31,6 +31,7 @@ from cluster.fleet import (
     WorkerStarted,
 )
 from cluster.ray_runtime import Actor, ActorError, RayRuntime
+from cluster.worker_config import WorkerConfig
 from core.membership import Role, WorkerRef
 
 STUB = "stub_hosts:StubWorkerHost"
