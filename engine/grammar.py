@@ -139,11 +139,11 @@ def _library_form(grammar: Grammar) -> str:
         case GrammarKind.LARK:
             return LLMatcher.grammar_from_lark(grammar.source)
         case GrammarKind.GBNF:
-            return LLMatcher.grammar_from_lark(_lark_of(grammar.source))
+            return LLMatcher.grammar_from_lark(lark_of(grammar.source))
 
 
-def _lark_of(gbnf: str) -> str:
-    """Raises: BadRequest: it is no GBNF, or nests deeper than its reader goes."""
+def lark_of(gbnf: str) -> str:
+    """The same grammar in Lark. Raises: BadRequest: it is no GBNF, or nests deeper than its reader goes."""
     try:
         return gbnf_to_lark(gbnf)
     except Exception as error:  # the library raises nothing more exact

@@ -17,7 +17,7 @@ from typing import Final
 
 from core.errors import BadRequest
 from core.request import Grammar, GrammarKind
-from engine.grammar import GrammarCompiler
+from engine.grammar import GrammarCompiler, lark_of
 from engine.step import DeadEnd
 from engine.tokenizer import Tokenizer
 
@@ -25,6 +25,8 @@ STACK_BYTES: Final = 4 << 20
 GROWTH_BYTES: Final = 512 << 20  # of address space, beyond what is there once the vocabulary is loaded
 CHECK_CPU_S: Final = 5  # the kernel ends the process then, also when nobody waits for the answer any more
 COMPILE_CPU_S: Final = 0.5
+# Of a GBNF, in Python, which is quadratic in its rules; unlike the compiler it keeps a worker's steps from running.
+READ_CPU_S: Final = 0.1
 FIRST_MASK_CPU_S: Final = 0.1
 
 
@@ -32,6 +34,10 @@ def check(compiler: GrammarCompiler, grammar: Grammar) -> str | None:
     """What is wrong with a grammar: it does not compile, or not within its bounds, or allows no first token."""
     start_s = time.thread_time()
     try:
+        if grammar.kind is GrammarKind.GBNF:
+            lark_of(grammar.source)
+            if time.thread_time() - start_s > READ_CPU_S:
+                return f"is too complex: it takes more than {READ_CPU_S} s to read"
         matcher = compiler.matcher(grammar)
     except BadRequest as error:
         return error.message

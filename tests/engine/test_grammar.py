@@ -82,6 +82,11 @@ def test_forks_and_matchers_built_again_go_their_own_way(compiler: GrammarCompil
     assert again.mask() == matcher.mask()
 
 
+def chain_of_rules(length: int) -> str:
+    rules = (f"r{number} ::= r{number + 1}" for number in range(length))
+    return "\n".join(("root ::= r0", *rules, f'r{length} ::= "a"'))
+
+
 def test_gbnf_is_read_as_lark_is(compiler: GrammarCompiler) -> None:
     source = 'root ::= item ("," item)*\nitem ::= [a-c]+ "!"?\n'
     matcher = compiler.matcher(Grammar(GrammarKind.GBNF, source))
@@ -121,6 +126,7 @@ def test_blanks_between_tokens_of_json_are_bounded(compiler: GrammarCompiler) ->
         (Grammar(GrammarKind.GBNF, "root ::= a"), "'a' not found"),
         (Grammar(GrammarKind.GBNF, 'other ::= "a"'), "No 'root' rule"),
         (Grammar(GrammarKind.GBNF, "root ::= " + "(" * 60_000), ""),
+        (Grammar(GrammarKind.GBNF, chain_of_rules(4000)), "to read"),  # reading it is quadratic
         (schema({"$ref": "#"}), "allows no output"),
     ],
 )
@@ -128,6 +134,7 @@ def test_what_is_no_grammar_is_refused(compiler: GrammarCompiler, grammar: Gramm
     fault = check(compiler, grammar)
     assert fault is not None and message in fault
     assert check(compiler, schema({"type": "object"})) is None
+    assert check(compiler, Grammar(GrammarKind.GBNF, chain_of_rules(20))) is None
 
 
 def test_sources_and_the_cache_are_bounded(compiler: GrammarCompiler) -> None:
