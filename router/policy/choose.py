@@ -24,7 +24,7 @@ from router.view import ClusterView
 class PlanReason(StrEnum):
     """Why the prompt is prefilled where it is; log field and metric label."""
 
-    ASKED = "asked"  # the request said where
+    ASKED = "asked"  # the request said where, or its hand-offs failed (router/flow.py)
     PREFILL_POOL = "prefill_pool"  # a prefill worker does it at less cost
     PREFILL_POOL_BUSY = "prefill_pool_busy"  # the decode worker does: prompts queue, or prefill workers are slow
     PREFIX_ON_DECODE = "prefix_on_decode"  # the decode worker does, as it caches the beginning
