@@ -113,11 +113,7 @@ async def test_tokens_come_from_one_bucket_and_what_was_not_used_goes_back(make:
 async def test_permits_of_a_dead_router_end_by_their_lease_and_those_of_a_living_one_do_not(
     make: Callable[..., SharedLimiter],
 ) -> None:
-<<<<<<< Updated upstream
     dead, living = make("r1", lease_s=2.0), make("r2", lease_s=2.0)
-=======
-    dead, living = make("r1", lease_s=1.5), make("r2", lease_s=1.5)
->>>>>>> Stashed changes
     renewing = asyncio.create_task(living.renew_forever())
     try:
         await dead.take("two", 1)
