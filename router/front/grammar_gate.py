@@ -46,7 +46,8 @@ class GrammarGate:
             except TimeoutError as error:
                 raise Rejected(RejectReason.QUEUE_TIMEOUT, "too many grammars wait to be compiled") from error
             try:
-                self._known[grammar] = await self._compile(grammar)
+                if grammar not in self._known:  # another one may have asked meanwhile
+                    self._known[grammar] = await self._compile(grammar)
             finally:
                 self._turn.release()
             if len(self._known) > MAX_REMEMBERED:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -48,3 +49,20 @@ async def test_what_ends_or_hangs_the_compiler_is_refused(gate: GrammarGate, mon
     assert gate._process is None
     await gate.check(SIMPLE)  # remembered: no process is needed
     assert gate._process is None
+
+
+@pytest.mark.parametrize("fault", [None, "is too odd"])
+async def test_what_many_bring_at_once_is_compiled_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str | None
+) -> None:
+    gate, asked = GrammarGate(tmp_path, VOCAB_SIZE), list[Grammar]()
+
+    async def compile_it(grammar: Grammar) -> str | None:
+        asked.append(grammar)
+        await asyncio.sleep(0)
+        return fault
+
+    monkeypatch.setattr(gate, "_compile", compile_it)
+    outcomes = await asyncio.gather(*(gate.check(SIMPLE) for _ in range(10)), return_exceptions=True)
+    assert asked == [SIMPLE]
+    assert all(isinstance(outcome, BadRequest) if fault else outcome is None for outcome in outcomes)
