@@ -1,19 +1,13 @@
-"""What the router costs.
-
-    python -m bench.router [decisions]
-
-decisions: one choice of workers (router/policy/choose.py) and the books it writes, with 10, 100 and 1,000 workers that
-cache a million different blocks together, all paired; and hashing a prompt, once a request. Half of the workers are
-prefill workers. Of the requests a third is new, a third begins with one of 64 prefixes that a third of the workers have
-(1,024 tokens), a third goes on with a conversation that one or two workers have (1,600 tokens); half have a session.
+"""One choice of workers (router/policy/choose.py) and the books it writes, with 10, 100 and 1,000 workers that cache a
+million different blocks together, all paired; and hashing a prompt, once a request. Half of the workers are prefill
+workers. Of the requests a third is new, a third begins with one of 64 prefixes that a third of the workers have (1,024
+tokens), a third goes on with a conversation that one or two workers have (1,600 tokens); half have a session.
 Times are of this thread's CPU: on a shared machine the clock says what others do.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
-import os
 import random
 import statistics
 import time
@@ -125,6 +119,7 @@ def time_decisions(num_workers: int) -> list[float]:
 
 
 def decisions() -> None:
+    print(f"{NUM_KEYS:,} blocks cached\n")
     print("| workers | decision p50, us | p99, us | most, us |\n| --- | --- | --- | --- |")
     for num_workers in NUM_WORKERS:
         taken_us = sorted(taken_s * 1e6 for taken_s in time_decisions(num_workers))
@@ -147,15 +142,3 @@ def time_hashing(request: GenerateRequest, info: WorkerInfo) -> tuple[float, flo
         pieces_s.append(time.thread_time() - begun_s)
         if more is None:
             return sum(pieces_s), max(pieces_s)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="?", choices=("decisions",), default="decisions")
-    parser.parse_args()
-    print(f"{NUM_KEYS:,} blocks cached, load average {os.getloadavg()[0]:.1f}")
-    decisions()
-
-
-if __name__ == "__main__":
-    main()
