@@ -17,12 +17,16 @@ TRIES: Final = 20
 
 
 def resolve_ports(config: ClusterConfig) -> ClusterConfig:
-    """`config` with each port 0 replaced by a free one; every router's ports can be listened on.
+    """`config` with each port 0 replaced by a free one; all of a cluster on this machine can be listened on.
 
     Raises: BadRequest: a port cannot be listened on.
     """
     controller_port = _usable_port("--controller-port", config.controller_host, config.controller_port)
-    config = replace(config, controller_port=controller_port)
+    return resolve_router_ports(replace(config, controller_port=controller_port))
+
+
+def resolve_router_ports(config: ClusterConfig) -> ClusterConfig:
+    """As `resolve_ports`, of the routers alone."""
     any_free = config.num_routers > 1 and 0 in (config.http_port, config.grpc_port, config.registry_port)
     for _ in range(TRIES - 1 if any_free else 0):
         with suppress(BadRequest):  # a free port for the first router need not leave one for the next

@@ -20,7 +20,6 @@ ROUTER_CORE: Final = 0  # the workers and this process have the others
 MAX_CONTEXT_TOKENS: Final = 1 << 17
 MODEL_NAME: Final = "stub"
 ROUTER_ENVIRONMENT: Final = {
-    "TANDEM_CONTROLLER_PORT": "0",  # which a router need not find free
     "TANDEM_NUM_BLOCKS": str(MAX_CONTEXT_TOKENS // 16),  # of a worker; nothing longer is let in
 }
 TICK_S: Final = 1 / os.sysconf("SC_CLK_TCK")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from cluster.commands import flags
-from cluster.preflight import require_model, require_policy, resolve_ports
+from cluster.preflight import require_model, require_policy, resolve_router_ports
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -27,7 +27,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(arguments: argparse.Namespace) -> int:
     """Check what can be checked, then serve until a signal."""
-    config = resolve_ports(flags.read_settings(arguments))
+    config = resolve_router_ports(flags.read_settings(arguments))
     require_model(config.model_folder)
     require_policy(config.policy_file)
     # Imported here: slow (gRPC, aiohttp).
