@@ -23,12 +23,14 @@ OWN_CLUSTERS = (
     "test_kill_soak",
     "test_loopback",
     "test_other_clusters",
+    "test_prefix_routing",
     "test_refused_handoff",
+    "test_router_replicas",
 )
 
 
 class ByFile(LoadScopeScheduling):
-    """What shares costly fixtures runs in one process: a file its models, most acceptance tests two clusters.
+    """What shares costly fixtures runs in one process: a file its models, most acceptance tests their clusters.
 
     pytest-xdist's own groups are not read by this version of pytest.
     """

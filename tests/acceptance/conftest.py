@@ -1,34 +1,78 @@
-"""Clusters that several acceptance tests share; each is started once, and only when a test needs it."""
+"""Clusters that several acceptance tests share: one at a time, as each costs a part of a core although it is idle.
+
+Tests are ordered by the cluster that they ask for, so that each is started once, and only when a test needs it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any, Final
 
 import pytest
 
 from tests.acceptance.running_cluster import RunningCluster, running_cluster
 
+SHAPES: Final[dict[str, tuple[tuple[str, ...], dict[str, Any]]]] = {  # flags and settings, by fixture
+    "pair": ((), {}),
+    "two_prefills": (("--prefill", "2"), {"token_budget": 64}),
+    "two_decodes": (("--decode", "2"), {"token_budget": 64, "drain_finish_s": 0.3, "drain_timeout_s": 20.0}),
+}
 
-@pytest.fixture(scope="package")
-def pair(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster]:
+
+class SharedClusters:
+    """Holds the last one that was asked for."""
+
+    def __init__(self, model_folder: Path, folders: pytest.TempPathFactory) -> None:
+        self._model_folder = model_folder
+        self._folders = folders
+        self._shape = ""
+        self._running = ExitStack()
+        self._cluster: RunningCluster | None = None
+
+    def use(self, shape: str) -> RunningCluster:
+        if self._cluster is None or self._shape != shape:
+            self.stop()
+            flags, settings = SHAPES[shape]
+            folder = self._folders.mktemp(shape)
+            self._cluster = self._running.enter_context(running_cluster(self._model_folder, folder, *flags, **settings))
+            self._shape = shape
+        return self._cluster
+
+    def stop(self) -> None:
+        self._cluster = None
+        self._running.close()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    def rank(item: pytest.Item) -> int:
+        names = getattr(item, "fixturenames", ()) if item.path.parent.name == "acceptance" else ()
+        return next((number for number, shape in enumerate(SHAPES) if shape in names), len(SHAPES))
+
+    items.sort(key=rank)
+
+
+@pytest.fixture(scope="session")
+def clusters(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedClusters]:
+    shared = SharedClusters(model_folder, tmp_path_factory)
+    yield shared
+    shared.stop()
+
+
+@pytest.fixture
+def pair(clusters: SharedClusters) -> RunningCluster:
     """One prefill and one decode worker, as `make serve` starts them."""
-    with running_cluster(model_folder, tmp_path_factory.mktemp("pair")) as cluster:
-        yield cluster
+    return clusters.use("pair")
 
 
-@pytest.fixture(scope="package")
-def two_prefills(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster]:
+@pytest.fixture
+def two_prefills(clusters: SharedClusters) -> RunningCluster:
     """Two prefill workers and one decode worker, prompts computed in chunks of 64 tokens."""
-    folder = tmp_path_factory.mktemp("two-prefills")
-    with running_cluster(model_folder, folder, "--prefill", "2", token_budget=64) as cluster:
-        yield cluster
+    return clusters.use("two_prefills")
 
 
-@pytest.fixture(scope="package")
-def two_decodes(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster]:
+@pytest.fixture
+def two_decodes(clusters: SharedClusters) -> RunningCluster:
     """One prefill worker and two decode workers, which drain for a moment only before their streams are moved."""
-    folder = tmp_path_factory.mktemp("two-decodes")
-    settings = {"token_budget": 64, "drain_finish_s": 0.3, "drain_timeout_s": 20.0}
-    with running_cluster(model_folder, folder, "--decode", "2", **settings) as cluster:
-        yield cluster
+    return clusters.use("two_decodes")
