@@ -40,7 +40,7 @@ class WorkerConfig:
     """Most tokens of one engine step."""
     prefill_delay_steps: int = 0
     """As in ClusterConfig."""
-    max_decode_slowdown: float = 2.0
+    max_decode_slowdown: float = 1000.0
     """As in ClusterConfig."""
     unpack_weights: bool = False
     """As in ClusterConfig."""
