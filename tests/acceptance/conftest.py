@@ -53,7 +53,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=rank)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def clusters(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedClusters]:
     shared = SharedClusters(model_folder, tmp_path_factory)
     yield shared

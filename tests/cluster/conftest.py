@@ -20,7 +20,9 @@ def ray_runtime() -> Iterator[RayRuntime]:
         runtime = RayRuntime.private(3, folder)
         asyncio.run(runtime.start(timeout_s=60.0))
         yield runtime
-        below = processes.descendants(os.getpid())
+        own = {it for it in processes.descendants(os.getpid()) if str(folder) in processes.command_of(it)}
+        below = own.union(*(processes.descendants(it.pid) for it in own))
+        assert own
         assert asyncio.run(runtime.stop(timeout_s=20.0))
     left = asyncio.run(processes.wait_gone(below, timeout_s=10.0))
     assert not left, [processes.command_of(process) for process in left]
