@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,6 +17,7 @@ from typing import Final
 
 from bench.engine import vllm_preload
 from bench.process_memory import process_tree, status_bytes
+from cluster.free_ports import free_ports
 
 START_LIMIT_S: Final = 300.0  # vLLM compiles its graph when it loads
 STOP_LIMIT_S: Final = 60.0
@@ -40,7 +40,7 @@ class Server:
 
 
 def tandem_server(name: str, flags: list[str], dtype: str) -> Server:
-    port = free_port()
+    (port,) = free_ports(1)
     command = [sys.executable, "-m", "cluster.main", "up", *flags, "--dtype", dtype, "--pin-workers"]
     command += ["--http-port", str(port), "--grpc-port", "0", "--registry-port", "0", "--controller-port", "0",
                 "--no-self-check"]  # fmt: skip
@@ -49,7 +49,7 @@ def tandem_server(name: str, flags: list[str], dtype: str) -> Server:
 
 def vllm_server(python: Path, model: Path, dtype: str) -> Server:
     """vLLM's CPU build on all cores, prefix cache on, with the libraries that its documentation preloads."""
-    port = free_port()
+    (port,) = free_ports(1)
     command = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--dtype", dtype]
     command += ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", "4096"]
     environment = {
@@ -71,9 +71,11 @@ class RunningServer:
 
     def __enter__(self) -> RunningServer:
         environment = os.environ | self.server.environment
+        # No session of its own: Linux shares cores among sessions first (sched_autogroup), and one with two pinned
+        # workers kept both cores from us for 16 s, so that all text seemed to come at the end.
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
-                self.server.command, env=environment, stdout=log, stderr=log, start_new_session=True
+                self.server.command, env=environment, stdout=log, stderr=log, process_group=0
             )
         try:
             self._wait_until_healthy()
@@ -109,10 +111,3 @@ class RunningServer:
         except subprocess.TimeoutExpired:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

