@@ -12,15 +12,16 @@ from core.errors import BadRequest
 class DispatcherConfig:
     """max_open_requests: most requests in any stage. queue_timeout_s: longest wait for ready workers, of a request that
     had its turn. tokens_ahead: prompt tokens that may be out for each worker, see router/admission/room.py.
-    max_attempts: plans that may fail in a row without a token, while it was computed. max_migrations: how often it may
-    lose the workers that gave it tokens: one that kills them must not kill all. request_timeout_s: its longest life.
+    max_silent_failures: so many failed attempts without a token end a request; max_failures: more than so many do, with
+    tokens or not. Failures while it was computed, less deaths of workers without it: one that kills workers must not
+    kill all. request_timeout_s: its longest life.
     local_prefill_cost: a prompt is computed on its decode worker when that gives its first token so many times sooner
     than the prefill workers would; inf: never while there are any."""
 
     max_open_requests: int = 4096
     queue_timeout_s: float = 30.0
-    max_attempts: int = 5
-    max_migrations: int = 16
+    max_silent_failures: int = 5
+    max_failures: int = 16
     request_timeout_s: float = 1800.0
     local_prefill_cost: float = 2.0
     tokens_ahead: int = 1024

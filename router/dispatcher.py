@@ -146,10 +146,14 @@ class Dispatcher:
         self._view.lose(worker)
         error = WorkerLost(worker.worker_id, "it died or its stream broke")
         effects: list[Effect] = []
-        for leg in self._legs():
-            if leg.stage not in (Stage.QUEUED, Stage.DONE) and leg.uses(worker):
-                computed = leg.is_computed_on(worker)
-                effects += self._plan_again(leg, error, now) if computed else self._move(leg, now)
+        for flow in list(self._flows.values()):
+            lost = [leg for leg in flow.legs if leg.stage is not Stage.QUEUED and leg.uses(worker)]
+            suspects = [leg for leg in lost if leg.is_computed_on(worker)]
+            if suspects:
+                flow.blame(any(leg.has_new_tokens for leg in suspects))
+            else:
+                flow.pardon()
+            effects += self._go_on(flow, lost, error, now)
         self.admission.workers_changed()
         return [*effects, *self._admit(now)]
 
@@ -238,13 +242,13 @@ class Dispatcher:
                 # One end does not know which one failed.
                 for ref in (worker,) if leg.plan is None else leg.plan.workers:
                     self.breakers.failed(ref.worker_id, now)
-                return self._plan_again(leg, TransferFailed(f"{worker}: {answer.message}"), now)
+                return self._failed(leg, TransferFailed(f"{worker}: {answer.message}"), now)
             case RefuseReason.DRAINING:
                 self._view.draining(worker)
                 self.admission.workers_changed()
                 return self._move(leg, now)
             case RefuseReason.WRONG_ROLE:
-                return self._plan_again(leg, WorkerLost(worker.worker_id, "it has changed its role"), now)
+                return self._failed(leg, WorkerLost(worker.worker_id, "it has changed its role"), now)
             case _:
                 assert_never(answer.reason)
 
@@ -283,16 +287,19 @@ class Dispatcher:
             self._close(leg)
         return effects
 
-    def _plan_again(self, leg: Leg, error: TandemError, now: float) -> list[Effect]:
-        """Begin again, or go on from the tokens that are out; the error when that was tried too often."""
-        flow, moves = leg.flow, leg.has_new_tokens
-        leg.num_failures += 1
-        flow.num_migrations += moves
-        if flow.num_migrations > self._config.max_migrations or (
-            not moves and leg.num_failures >= self._config.max_attempts
+    def _failed(self, leg: Leg, error: TandemError, now: float) -> list[Effect]:
+        """This attempt will not go on."""
+        leg.flow.blame(leg.has_new_tokens)
+        return self._go_on(leg.flow, [leg], error, now)
+
+    def _go_on(self, flow: Flow, lost: list[Leg], error: TandemError, now: float) -> list[Effect]:
+        """Begin again, or from the tokens that are out; the error when that was tried too often."""
+        if (
+            flow.num_silent_failures >= self._config.max_silent_failures
+            or flow.num_failures > self._config.max_failures
         ):
             return self._fail(flow, error)
-        return self._move(leg, now)
+        return [effect for leg in lost for effect in self._move(leg, now)]
 
     def _move(self, leg: Leg, now: float) -> list[Effect]:
         """To other workers, or into the queue."""

@@ -31,6 +31,7 @@ class Stage(StrEnum):
 
 
 MAX_FAILED_HANDOFFS: Final = 2
+MAX_PARDONS: Final = 48  # so that two requests that kill workers in turn do not excuse each other for ever
 NEXT_STAGES: Final[dict[Stage, frozenset[Stage]]] = {
     Stage.QUEUED: frozenset({Stage.RESERVING, Stage.DECODING, Stage.DONE}),
     Stage.RESERVING: frozenset({Stage.PREFILLING, Stage.QUEUED, Stage.DONE}),
@@ -61,8 +62,8 @@ class Output:
 
 @dataclass(slots=True, eq=False)
 class Flow:
-    """An open request. `keys`: of its prompt's blocks (router/policy/choose.py). The counts are over all
-    its legs."""
+    """An open request. `keys`: of its prompt's blocks (router/policy/choose.py). num_failures: of attempts, that it may
+    be the reason of; num_silent_failures: of these, since a token came. The counts are over all its legs."""
 
     request: GenerateRequest
     placement: Placement
@@ -72,7 +73,9 @@ class Flow:
     outputs: list[Output]
     legs: list[Leg] = field(default_factory=list)
     num_plans: int = 0
-    num_migrations: int = 0
+    num_failures: int = 0
+    num_silent_failures: int = 0
+    num_pardons: int = 0
     num_failed_handoffs: int = 0
 
     @property
@@ -81,13 +84,25 @@ class Flow:
         tired = self.placement is Placement.AUTO and self.num_failed_handoffs >= MAX_FAILED_HANDOFFS
         return Placement.LOCAL if tired else self.placement
 
+    def blame(self, has_talked: bool) -> None:
+        """An attempt failed while it was computed. has_talked: it gave a token."""
+        self.num_failures += 1
+        self.num_silent_failures = 0 if has_talked else self.num_silent_failures + 1
+
+    def pardon(self) -> None:
+        """A worker died without it: then workers die of something else too. One that kills is at every death."""
+        if self.num_failures and self.num_pardons < MAX_PARDONS:
+            self.num_pardons += 1
+            self.num_failures -= 1
+            self.num_silent_failures = max(0, self.num_silent_failures - 1)
+
 
 @dataclass(slots=True, eq=False)
 class Leg:
     """`request` is what workers get, under the id of the current attempt; its choice i is `choices[i]` of the flow.
 
-    num_failures: of attempts, since a token came. prefill_open: whoever computes the first token has not
-    sent it. placed: the decode worker has said that it has KV blocks for the prompt.
+    prefill_open: whoever computes the first token has not sent it. placed: the decode worker has said that it has KV
+    blocks for the prompt.
     """
 
     flow: Flow
@@ -95,7 +110,6 @@ class Leg:
     choices: tuple[int, ...]
     queue_deadline_s: float
     stage: Stage = Stage.QUEUED
-    num_failures: int = 0
     plan: Plan | None = None
     prefill_open: bool = False
     placed: bool = False

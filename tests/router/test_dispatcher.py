@@ -41,6 +41,7 @@ from router.admission.room import PromptsOut
 from router.config import DispatcherConfig
 from router.dispatcher import Dispatcher
 from router.effects import Deliver, Effect, Fail, Planned, Send
+from router.flow import Flow, Output
 from router.policy.choose import PlanReason
 from router.view import ClusterView
 
@@ -470,7 +471,7 @@ def test_a_stream_waits_for_a_worker_and_ends_with_an_error_only_when_none_comes
 def test_a_request_that_kills_every_worker_ends() -> None:
     """With a token each time, or without one."""
     for talks, most in ((True, 5), (False, 3)):
-        cluster = Cluster("d1", max_attempts=3, max_migrations=4)
+        cluster = Cluster("d1", max_silent_failures=3, max_failures=4)
         [item] = starts(cluster.submit())
         kills, effects = 0, []
         while not any(isinstance(effect, Fail) for effect in effects):
@@ -486,7 +487,7 @@ def test_a_request_that_kills_every_worker_ends() -> None:
 
 def test_a_request_is_not_blamed_for_workers_that_did_not_compute_it() -> None:
     """However often: before the reserve is answered, and while its prompt is computed elsewhere."""
-    cluster = Cluster("p1", "d1", max_attempts=1)
+    cluster = Cluster("p1", "d1", max_silent_failures=1)
     [reserve] = commands(cluster.submit(placement=Placement.REMOTE))
     for life in range(2, 8):
         if life % 2:
@@ -497,6 +498,36 @@ def test_a_request_is_not_blamed_for_workers_that_did_not_compute_it() -> None:
     cluster.reserved(reserve.handoff_id)
     assert isinstance(failure(cluster.dispatcher.worker_lost(cluster.refs["p1"], 0.0)), WorkerLost)
     cluster.assert_idle()
+
+
+def test_a_request_is_not_blamed_for_its_workers_deaths_while_others_die_as_often_without_it() -> None:
+    for others_die in (True, False):
+        cluster = Cluster("d1", "d2", max_silent_failures=3)
+        planned = cluster.submit()[0]
+        kills = 0
+        while isinstance(planned, Planned) and kills < 20:
+            name = planned.plan.decode.worker_id
+            other = {"d1": "d2", "d2": "d1"}[name]
+            effects = cluster.dispatcher.worker_lost(cluster.refs[name], 0.0)
+            kills += 1
+            cluster.join(name, life=f"{kills}.1")
+            planned = effects[0] if not isinstance(effects[0], Send) else effects[1]
+            if others_die:
+                without = name if isinstance(planned, Planned) and planned.plan.decode.worker_id == other else other
+                cluster.dispatcher.worker_lost(cluster.refs[without], 0.0)
+                cluster.join(without, life=f"{kills}.2")
+        assert kills == (20 if others_die else 3)
+
+
+def test_requests_that_kill_workers_in_turn_do_not_excuse_each_other_for_ever() -> None:
+    one, other = (Flow(request(name), Placement.AUTO, (), 0.0, 1.0, [Output()]) for name in ("one", "other"))
+    most, kills = DispatcherConfig().max_silent_failures, 0
+    while max(one.num_silent_failures, other.num_silent_failures) < most and kills < 200:
+        kills += 1
+        one.blame(has_talked=False)
+        other.pardon()
+        one, other = other, one
+    assert most < kills < 150
 
 
 def test_a_prefill_worker_lost_after_its_first_token_ends_nothing() -> None:
@@ -521,7 +552,7 @@ def test_refusals() -> None:
 
 
 def test_a_failed_transfer_is_planned_again_until_attempts_run_out() -> None:
-    cluster = Cluster("p1", "d1", max_attempts=2)
+    cluster = Cluster("p1", "d1", max_silent_failures=2)
     cluster.submit()
     cluster.reserved()
     first = cluster.dispatcher.answered(cluster.refs["d1"], Refused("r#x.1", RefuseReason.TRANSFER_FAILED, "x"), 0.0)

@@ -35,7 +35,7 @@ def sent(effects: Iterable[Effect], ref: WorkerRef) -> list[object]:
 
 
 def test_a_stream_goes_on_until_its_time_is_over_and_then_elsewhere_from_its_latest_token() -> None:
-    cluster = Cluster("d1", "d2", max_attempts=1, max_migrations=0)  # a drain is nobody's failure
+    cluster = Cluster("d1", "d2", max_silent_failures=1, max_failures=0)  # a drain is nobody's failure
     assert plans(cluster.submit()) == [(cluster.refs["d1"], None)]
     cluster.say("d1", delta(0, 7))
     assert drain(cluster, "d1", finish_s=5.0) == []
@@ -51,7 +51,7 @@ def test_a_stream_goes_on_until_its_time_is_over_and_then_elsewhere_from_its_lat
 
 
 def test_what_has_not_begun_leaves_at_once_and_what_has_stays() -> None:
-    cluster = Cluster("d1", "d2", max_attempts=1)
+    cluster = Cluster("d1", "d2", max_silent_failures=1)
     both = [cluster.submit(name, now=0.0) for name in ("a", "b", "c", "d")]
     on_d1 = [f"{name}#x.{index + 1}" for index, name in enumerate("abcd") if plans(both[index])[0][0].worker_id == "d1"]
     assert len(on_d1) == 2
@@ -130,7 +130,7 @@ def test_a_worker_that_serves_again_gets_what_waited_and_keeps_it() -> None:
 
 
 def test_what_was_sent_before_a_switch_was_known_is_planned_again_a_bounded_number_of_times() -> None:
-    cluster = Cluster("d1", max_attempts=2)
+    cluster = Cluster("d1", max_silent_failures=2)
     cluster.submit()
     again = cluster.dispatcher.answered(cluster.refs["d1"], Refused("r#x.1", RefuseReason.WRONG_ROLE), 0.0)
     assert plans(again)

@@ -49,7 +49,7 @@ from tests.simulation.world_client import Client, WrongStream
 from tests.simulation.world_host import Host
 
 # Attempts run out more often than in production, and no hang ends by the time limit.
-DISPATCH = DispatcherConfig(max_open_requests=64, queue_timeout_s=15.0, max_attempts=2, request_timeout_s=1000.0)
+DISPATCH = DispatcherConfig(max_open_requests=64, queue_timeout_s=15.0, max_silent_failures=2, request_timeout_s=1000.0)
 SILENCE_TIMEOUT_S = 4.0
 HEARTBEAT_S = 1.5
 FAULTS_END_S = 25.0
