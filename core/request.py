@@ -29,6 +29,9 @@ class FinishReason(StrEnum):
     DEAD_END = "dead_end"  # the caller's grammar leaves no token to draw; the message says why
 
 
+FAILURES: Final = frozenset({FinishReason.ABORT, FinishReason.ERROR, FinishReason.DEAD_END})
+
+
 class Placement(StrEnum):
     """Where a prompt is prefilled."""
 

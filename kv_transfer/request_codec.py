@@ -122,7 +122,7 @@ def decode_delta(message: pb.TokenDelta) -> TokenDelta:
         matched_stop=message.matched_stop or None,
         message=message.message,
         usage=_decode_usage(message.usage) if message.HasField("usage") else None,
-        logprobs=tuple(_decode_logprobs(item) for item in message.logprobs),
+        logprobs=tuple(map(_decode_logprobs, message.logprobs)),
         choice=message.choice,
         prompt_logprobs=_decode_prompt_logprobs(message.prompt_logprobs)
         if message.HasField("prompt_logprobs")

@@ -15,7 +15,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Final, assert_never
+from typing import assert_never
 
 from core.errors import BadRequest, Rejected, RejectReason, TandemError, TransferFailed, WorkerLost
 from core.membership import Life, Role, WorkerRef
@@ -34,7 +34,7 @@ from core.messages import (
     StartPrefill,
     StepOutput,
 )
-from core.request import FinishReason, GenerateRequest, Placement, TokenDelta
+from core.request import FAILURES, GenerateRequest, Placement, TokenDelta
 from router.admission.admission import Admission
 from router.admission.policy import AdmissionPolicy
 from router.books import Books
@@ -46,8 +46,6 @@ from router.policy.breaker import Breakers
 from router.policy.choose import Ask, Plan, choose
 from router.policy.routing_policy import RoutingPolicy
 from router.view import ClusterView
-
-FAILURES: Final = frozenset({FinishReason.ABORT, FinishReason.ERROR, FinishReason.DEAD_END})
 
 
 class Dispatcher:
@@ -275,8 +273,7 @@ class Dispatcher:
         broken = ready[-1].finish_reason in FAILURES
         over = broken or all(output.ended for output in flow.outputs)
         effects: list[Effect] = [
-            Deliver(request_id, replace(item, request_id=request_id, choice=choice), last=over and item is ready[-1])
-            for item in ready
+            Deliver(request_id, _of_choice(item, choice), last=over and item is ready[-1]) for item in ready
         ]
         if broken:
             return effects + self._end(flow)
@@ -352,3 +349,9 @@ class Dispatcher:
         for output in flow.outputs:
             if output.ended:
                 self.admission.expected.learn(request.tenant, len(output.tokens))
+
+
+def _of_choice(delta: TokenDelta, choice: int) -> TokenDelta:
+    """A leg that goes on for a choice knows no other. Most deltas stay as they are: a copy costs more than all the rest
+    that is done with one here."""
+    return delta if delta.choice == choice else replace(delta, choice=choice)

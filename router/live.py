@@ -20,6 +20,7 @@ from router.config import RouterConfig
 from router.dispatcher import Dispatcher
 from router.effects import Deliver, Effect, Fail, Planned, Send
 from router.limiter import Limiter, OwnLimiter
+from router.outbox import Outbox, Turns
 from router.policy.prompt_keys import prompt_keys
 from router.policy_file import Policy
 from router.shared_limits import SharedLimiter
@@ -51,7 +52,8 @@ class LiveDispatcher:
         self._limiter = self._make_limiter()
         self._links: dict[WorkerRef, WorkerLink] = {}
         self._deaths: deque[WorkerRef] = deque(maxlen=MAX_DEATHS)
-        self._outputs: dict[str, asyncio.Queue[TokenDelta | TandemError | None]] = {}  # None: it is over
+        self._outputs: dict[str, Outbox] = {}
+        self._turns = Turns()
         self._idle = asyncio.Event()
         self._closing = False
 
@@ -109,20 +111,20 @@ class LiveDispatcher:
         try:
             keys = await self._keys(request)
             effects = self._dispatcher.submit(request, placement, time.monotonic(), max_ttft_s, keys)
-            output: asyncio.Queue[TokenDelta | TandemError | None] = asyncio.Queue()
-            self._outputs[request.request_id] = output
+            output = self._outputs[request.request_id] = Outbox(self._turns)
             try:
                 self._perform(effects)
                 while True:
-                    item = await output.get()
-                    if item is None:
-                        return
-                    if isinstance(item, TandemError):
-                        raise item
-                    used_tokens += len(item.token_ids)
-                    yield item
+                    for item in await output.take():
+                        if item is None:
+                            return
+                        if isinstance(item, TandemError):
+                            raise item
+                        used_tokens += len(item.token_ids)
+                        yield item
             finally:
                 del self._outputs[request.request_id]
+                output.close()
                 if not self._outputs:
                     self._idle.set()
                 self._perform(self._dispatcher.cancel(request.request_id, time.monotonic()))
@@ -191,7 +193,7 @@ class LiveDispatcher:
                 async with asyncio.timeout(grace_s):
                     await self._idle.wait()
         for output in self._outputs.values():
-            output.put_nowait(Rejected(RejectReason.DRAINING, "this router is shutting down"))
+            output.put(Rejected(RejectReason.DRAINING, "this router is shutting down"))
         for link in list(self._links.values()):
             await link.close()  # and stays: a slow client's request may still be cancelled over it
         await self._limiter.close()
@@ -255,4 +257,4 @@ class LiveDispatcher:
     def _put(self, request_id: str, item: TokenDelta | TandemError | None) -> None:
         output = self._outputs.get(request_id)
         if output is not None:
-            output.put_nowait(item)
+            output.put(item)
