@@ -12,7 +12,6 @@ the lost worker would have drawn. A draining worker's requests leave it in the s
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import assert_never
@@ -21,17 +20,13 @@ from core.errors import BadRequest, Rejected, RejectReason, TandemError, Transfe
 from core.membership import Life, Role, WorkerRef
 from core.messages import (
     Answer,
-    CancelRequest,
     Draining,
     PeerConnected,
     Refused,
     RefuseReason,
-    ReserveBlocks,
     Reserved,
     ResyncCache,
     Serving,
-    StartGeneration,
-    StartPrefill,
     StepOutput,
 )
 from core.request import FAILURES, GenerateRequest, Placement, TokenDelta
@@ -40,11 +35,9 @@ from router.admission.policy import AdmissionPolicy
 from router.books import Books
 from router.config import DispatcherConfig
 from router.drain import must_leave
-from router.effects import Deliver, Effect, Fail, Planned, Send
+from router.effects import Deliver, Effect, Fail, Send
 from router.flow import Flow, Leg, Output, Stage
-from router.policy.breaker import Breakers
-from router.policy.choose import Ask, Plan, choose
-from router.policy.routing_policy import RoutingPolicy
+from router.planner import Planner
 from router.view import ClusterView
 
 
@@ -55,12 +48,9 @@ class Dispatcher:
         self.admission = Admission(AdmissionPolicy(), view, config.tokens_ahead)
         self._config = config
         self._view = view
-        self.routing = RoutingPolicy()  # may be replaced at any moment; what is planned stays
-        self.breakers = Breakers()
-        self._rng = random.Random(router_id)
         self._flows: dict[str, Flow] = {}  # by request id, in order of arrival
         self._books = Books(view, self.admission.out, router_id)
-        self._stranded: dict[Leg, None] = {}  # had their turn, and no workers fit
+        self.planner = Planner(config, view, self._books, router_id)
 
     @property
     def num_open(self) -> int:
@@ -68,7 +58,7 @@ class Dispatcher:
 
     @property
     def num_queued(self) -> int:
-        return len(self.admission.line) + len({leg.flow.request.request_id for leg in self._stranded})
+        return len(self.admission.line) + len({leg.flow for leg in self.planner.stranded})
 
     def submit(
         self,
@@ -118,7 +108,7 @@ class Dispatcher:
                 effects: list[Effect] = [Send(worker, ResyncCache())] if missed else []
                 return effects + [effect for delta in deltas for effect in self._tokens(worker, delta, now)]
             case Reserved():
-                return self._reserved(answer, now)
+                return self.planner.reserved(answer, now)
             case Refused():
                 return self._refused(worker, answer, now)
             case PeerConnected():
@@ -140,7 +130,7 @@ class Dispatcher:
         if known is None:
             return []
         if known.life is not Life.DRAINING:
-            self.breakers.failed(worker.worker_id, now)
+            self.planner.breakers.failed(worker.worker_id, now)
         self._view.lose(worker)
         error = WorkerLost(worker.worker_id, "it died or its stream broke")
         effects: list[Effect] = []
@@ -158,7 +148,7 @@ class Dispatcher:
     def serve_queue(self, now: float) -> list[Effect]:
         """Plan those who wait, as far as workers are ready: first those who had their turn."""
         self.admission.workers_changed()
-        return [*(effect for leg in list(self._stranded) for effect in self._plan(leg, now)), *self._admit(now)]
+        return [*(effect for leg in self.planner.stranded for effect in self.planner.plan(leg, now)), *self._admit(now)]
 
     def tick(self, now: float) -> list[Effect]:
         """Leave draining workers whose time has come; end what has waited too long."""
@@ -177,54 +167,20 @@ class Dispatcher:
         effects: list[Effect] = []
         while (request_id := self.admission.next(now)) is not None:
             (leg,) = self._flows[request_id].legs
-            effects += self._plan(leg, now)
+            effects += self.planner.plan(leg, now)
         return effects
 
     def _leave_draining(self, now: float, unbegun: frozenset[str] = frozenset()) -> list[Effect]:
         """Move what must leave, as far as there is another worker for it."""
         effects: list[Effect] = []
         for leg in must_leave(self._legs(), self._view, now, unbegun):
-            if self._choose(leg, now) is not None:
+            if self.planner.choose(leg, now) is not None:
                 effects += self._move(leg, now)
         return effects
 
     def _legs(self) -> list[Leg]:
         """In order of their requests' arrival."""
         return [leg for flow in self._flows.values() for leg in flow.legs]
-
-    def _choose(self, leg: Leg, now: float) -> Plan | None:
-        ask = Ask(leg.request, leg.flow.next_placement, leg.flow.keys)
-        local_cost = self.routing.local_prefill_cost or self._config.local_prefill_cost
-        return choose(ask, self._view, self.routing, local_cost, now, self._rng, self.breakers.avoided(now))
-
-    def _plan(self, leg: Leg, now: float) -> list[Effect]:
-        flow = leg.flow
-        plan = self._choose(leg, now)
-        if plan is None:
-            self._stranded[leg] = None
-            return []
-        self._stranded.pop(leg, None)
-        for ref in plan.workers:
-            self.breakers.chosen(ref.worker_id, now)
-        flow.num_plans += 1
-        for output in leg.outputs:
-            output.early.clear()
-        self._books.begin(leg, plan, now)
-        attempt_id = leg.request.request_id
-        planned = Planned(flow.request.request_id, flow.num_plans, attempt_id, plan, now - flow.arrived_s)
-        if plan.prefill is None:
-            leg.move(Stage.DECODING)
-            return [planned, Send(plan.decode, StartGeneration(leg.request))]
-        leg.move(Stage.RESERVING)
-        return [planned, Send(plan.decode, ReserveBlocks(leg.request, attempt_id, plan.prefill))]
-
-    def _reserved(self, answer: Reserved, now: float) -> list[Effect]:
-        leg = self._books.attempts.get(answer.request_id)
-        if leg is None or leg.stage is not Stage.RESERVING or leg.plan is None or leg.plan.prefill is None:
-            return []
-        leg.move(Stage.PREFILLING)
-        self._books.place(leg, now)
-        return [Send(leg.plan.prefill, StartPrefill(leg.request, answer.ticket))]
 
     def _refused(self, worker: WorkerRef, answer: Refused, now: float) -> list[Effect]:
         leg = self._books.attempts.get(answer.request_id)
@@ -239,7 +195,7 @@ class Dispatcher:
                 leg.flow.num_failed_handoffs += 1
                 # One end does not know which one failed.
                 for ref in (worker,) if leg.plan is None else leg.plan.workers:
-                    self.breakers.failed(ref.worker_id, now)
+                    self.planner.breakers.failed(ref.worker_id, now)
                 return self._failed(leg, TransferFailed(f"{worker}: {answer.message}"), now)
             case RefuseReason.DRAINING:
                 self._view.draining(worker)
@@ -260,7 +216,7 @@ class Dispatcher:
             computed_tokens = delta.usage.computed_tokens if delta.usage else leg.request.num_given_tokens
             self._books.first_token(leg, worker, computed_tokens, now)
         if delta.usage is not None:
-            self.breakers.succeeded(worker.worker_id)
+            self.planner.breakers.succeeded(worker.worker_id)
         return self._deliver(leg, worker, delta)
 
     def _deliver(self, leg: Leg, worker: WorkerRef, delta: TokenDelta) -> list[Effect]:
@@ -280,7 +236,7 @@ class Dispatcher:
         if all(output.ended for output in leg.outputs):
             # A decode worker that has not drawn the last token does not know yet that nothing is left to do.
             if leg.plan is not None and worker == leg.plan.prefill:
-                effects += self._recall(leg)
+                effects += self.planner.recall(leg)
             self._close(leg)
         return effects
 
@@ -301,42 +257,33 @@ class Dispatcher:
     def _move(self, leg: Leg, now: float) -> list[Effect]:
         """To other workers, or into the queue."""
         flow, queue_deadline_s = leg.flow, now + self._config.queue_timeout_s
-        effects = self._recall(leg)
+        effects = self.planner.recall(leg)
         self._books.end(leg)
         if not leg.has_new_tokens:
             leg.move(Stage.QUEUED)
             leg.queue_deadline_s = queue_deadline_s
-            return effects + self._plan(leg, now)
+            return effects + self.planner.plan(leg, now)
         continued = leg.continued(queue_deadline_s)
         leg.move(Stage.DONE)
         flow.legs.remove(leg)
         flow.legs += continued
-        return effects + [effect for item in continued for effect in self._plan(item, now)]
+        return effects + [effect for item in continued for effect in self.planner.plan(item, now)]
 
     def _fail(self, flow: Flow, error: TandemError) -> list[Effect]:
         return [*self._end(flow), Fail(flow.request.request_id, error)]
 
     def _end(self, flow: Flow) -> list[Effect]:
         """Nothing more is wanted of it."""
-        effects = [effect for leg in flow.legs for effect in self._recall(leg)]
+        effects = [effect for leg in flow.legs for effect in self.planner.recall(leg)]
         for leg in list(flow.legs):
             self._close(leg)
         return effects
-
-    def _recall(self, leg: Leg) -> list[Effect]:
-        """Tell every living worker of the current attempt to free what it holds."""
-        if leg.plan is None or leg.stage is Stage.QUEUED:
-            return []
-        workers = [leg.plan.decode]
-        if leg.plan.prefill is not None and leg.prefill_open:
-            workers.append(leg.plan.prefill)
-        return [Send(ref, CancelRequest(leg.request.request_id)) for ref in workers if self._view.get(ref) is not None]
 
     def _close(self, leg: Leg) -> None:
         """It is over; with its last leg a request is."""
         if leg.stage is not Stage.QUEUED:
             self._books.end(leg)
-        self._stranded.pop(leg, None)
+        self.planner.forget(leg)
         leg.move(Stage.DONE)
         leg.flow.legs.remove(leg)
         if not leg.flow.legs:

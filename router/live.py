@@ -68,7 +68,7 @@ class LiveDispatcher:
     def apply(self, policy: Policy) -> None:
         """What an operator says from now on; of what is open already nothing changes."""
         self._dispatcher.admission.policy = policy.admission
-        self._dispatcher.routing = policy.routing
+        self._dispatcher.planner.routing = policy.routing
 
     def state(self) -> RouterState:
         """For a scrape."""
@@ -84,7 +84,7 @@ class LiveDispatcher:
             num_blocks=sum(worker.info.num_blocks for worker in decodes),
             known_blocks=self.view.prefixes.num_keys,
             cache_gaps=self.view.prefixes.num_gaps,
-            avoided_places=self._dispatcher.breakers.num_open,
+            avoided_places=self._dispatcher.planner.breakers.num_open,
             block_size=max((worker.info.block_size for worker in decodes), default=0),
         )
 

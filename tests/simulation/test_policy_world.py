@@ -33,7 +33,7 @@ class PolicyWorld(World):
         for router in self.routers:
             if router is not None:
                 router.dispatcher.admission.policy = self._admission()
-                router.dispatcher.routing = self._routing()
+                router.dispatcher.planner.routing = self._routing()
         self.at(self.rng.uniform(0.2, 3), self.change)
 
     def ask(self, router: Router | None, request: GenerateRequest, placement: Placement = Placement.AUTO) -> Client:
