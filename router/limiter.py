@@ -11,7 +11,7 @@ from router.admission.limits import Permit, TenantLimits
 class Limiter(Protocol):
     """What a request needs before it may wait for its turn."""
 
-    async def take(self, tenant: str, num_tokens: int) -> Permit:
+    async def take(self, tenant: str, num_tokens: int, num_choices: int = 1) -> Permit:
         """Returns within a bound, whoever is asked. Raises: Rejected: the tenant has what it may have."""
         ...
 
@@ -30,8 +30,8 @@ class OwnLimiter:
     def __init__(self, limits: TenantLimits) -> None:
         self._limits = limits
 
-    async def take(self, tenant: str, num_tokens: int) -> Permit:
-        return self._limits.take(tenant, num_tokens, time.monotonic())
+    async def take(self, tenant: str, num_tokens: int, num_choices: int = 1) -> Permit:
+        return self._limits.take(tenant, num_tokens, time.monotonic(), num_choices)
 
     def give_back(self, permit: Permit, used_tokens: int) -> None:
         self._limits.give_back(permit, used_tokens, time.monotonic())

@@ -106,7 +106,8 @@ class LiveDispatcher:
         """
         if self._closing:
             raise Rejected(RejectReason.DRAINING, "this router is shutting down")
-        permit = await self._limiter.take(request.tenant, self._dispatcher.admission.expected.of(request))
+        expected_tokens = self._dispatcher.admission.expected.of(request)
+        permit = await self._limiter.take(request.tenant, expected_tokens, request.num_choices)
         used_tokens = request.num_prompt_tokens
         try:
             keys = await self._keys(request)

@@ -10,15 +10,15 @@ all it had knows them again. The router's own books go on beside: they are what 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
 
 from kv_transfer.bounded_redis import BoundedRedis
 from router.admission.limits import Permit, TenantLimits
 from router.admission.policy import TenantPolicy
+from router.admission.shared_claims import TAKEN, Answer, Claim, Return, SharedClaims
 from telemetry.tasks import Spawn
 
 TAKE_TIMEOUT_S: Final = 0.05  # what a request may wait for it
@@ -32,7 +32,8 @@ local clock = redis.call('TIME')
 local now_ms = clock[1] * 1000 + math.floor(clock[2] / 1000)
 """
 
-# KEYS: open, bucket. ARGV: permit, tokens, lease in ms, most open (-1: any), tokens per ms (0: any), bucket's size.
+# KEYS: open, bucket. ARGV: tokens, lease in ms, most open (-1: any), tokens per ms (0: any), bucket's size, then the
+# permit's names, each of which counts as open.
 # Returns the verdict, and for how many ms the bucket lacks tokens. What is not ours under our keys is as if it were not
 # there, and so is a lease that no router can have given: the clock of a server that took over may be behind.
 _TAKE: Final = (
@@ -43,11 +44,12 @@ for index, kind in ipairs({'zset', 'hash'}) do
   if found ~= 'none' and found ~= kind then redis.call('DEL', KEYS[index]) end
 end
 redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now_ms)
-redis.call('ZREMRANGEBYSCORE', KEYS[1], '(' .. string.format('%.0f', now_ms + ARGV[3]), '+inf')
-local most_open, rate, most_debt = tonumber(ARGV[4]), tonumber(ARGV[5]), 1e9
-if most_open >= 0 and redis.call('ZCARD', KEYS[1]) >= most_open then return {'open', 0} end
+redis.call('ZREMRANGEBYSCORE', KEYS[1], '(' .. string.format('%.0f', now_ms + ARGV[2]), '+inf')
+local most_open, rate, most_debt = tonumber(ARGV[3]), tonumber(ARGV[4]), 1e9
+local wanted = math.min(#ARGV - 5, most_open)
+if most_open >= 0 and redis.call('ZCARD', KEYS[1]) + wanted > most_open then return {'open', 0} end
 if rate > 0 then
-  local tokens, size = tonumber(ARGV[2]), tonumber(ARGV[6])
+  local tokens, size = tonumber(ARGV[1]), tonumber(ARGV[5])
   local known = redis.call('HMGET', KEYS[2], 'level', 'at_ms')
   local level, at_ms = tonumber(known[1] or ''), tonumber(known[2] or '')
   if not (level and at_ms and level >= -most_debt) then level, at_ms = size, now_ms end
@@ -60,16 +62,16 @@ if rate > 0 then
   redis.call('HSET', KEYS[2], 'level', level - tokens, 'at_ms', now_ms)
   redis.call('PEXPIRE', KEYS[2], math.ceil((size - level + tokens) / rate) + 60000)  -- by then it is full
 end
-redis.call('ZADD', KEYS[1], now_ms + ARGV[3], ARGV[1])
-redis.call('PEXPIRE', KEYS[1], ARGV[3])
+for index = 6, #ARGV do redis.call('ZADD', KEYS[1], now_ms + ARGV[2], ARGV[index]) end
+redis.call('PEXPIRE', KEYS[1], ARGV[2])
 return {'taken', 0}
 """
 )
 
-# KEYS: open, bucket. ARGV: permit, tokens that it was charged with and did not use.
+# KEYS: open, bucket. ARGV: tokens that it was charged with and did not use, then the permit's names.
 _GIVE_BACK: Final = """
-if redis.call('ZREM', KEYS[1], ARGV[1]) == 1 and redis.call('EXISTS', KEYS[2]) == 1 then
-  redis.call('HINCRBYFLOAT', KEYS[2], 'level', ARGV[2])
+if redis.call('ZREM', KEYS[1], unpack(ARGV, 2)) > 0 and redis.call('EXISTS', KEYS[2]) == 1 then
+  redis.call('HINCRBYFLOAT', KEYS[2], 'level', ARGV[1])
 end
 return 1
 """
@@ -108,13 +110,10 @@ class SharedLimiter:
         lease_s: float = LEASE_S,
     ) -> None:
         self._model_name = model_name
-        self._router_id = router_id
         self._own = own
-        self._policy_of = policy_of
+        self._claims = SharedClaims(router_id, own, policy_of)
         self._spawn = spawn
         self._lease_s = lease_s
-        self._serials = itertools.count(1)
-        self._open: dict[Permit, str] = {}  # what Redis calls it
         self._redis = BoundedRedis(url, "shared limits", _TAKE, TAKE_TIMEOUT_S, BACKOFF_S, on_failure=lambda: None)
         client = self._redis.client
         self._take = client.register_script(_TAKE)
@@ -126,64 +125,61 @@ class SharedLimiter:
         """This router is alone with its own books."""
         return self._redis.away
 
-    async def take(self, tenant: str, num_tokens: int) -> Permit:
+    async def take(self, tenant: str, num_tokens: int, num_choices: int = 1) -> Permit:
         """Returns within TAKE_TIMEOUT_S. Raises: Rejected: the tenant has what it may have."""
-        policy = self._policy_of(tenant)
-        if policy.max_concurrent is None and policy.tokens_per_s is None:
-            return self._own.take(tenant, num_tokens, time.monotonic())
-        name = f"{self._router_id}.{next(self._serials)}"
-        permit = await self._ask(name, tenant, policy, num_tokens)
-        self._open[permit] = name
-        return permit
+        claim = self._claims.claim(tenant, num_tokens, num_choices)
+        if claim is None:
+            return self._own.take(tenant, num_tokens, time.monotonic(), num_choices)
+        answer: Answer | None = None
+        try:
+            answer = await self._ask(claim)
+            return self._claims.decide(claim, answer, time.monotonic())
+        except BaseException:
+            if answer is None or answer.verdict == TAKEN:  # its client left, or no answer came, or others were faster
+                self._spawn(self._tell(self._claims.unclaim(claim)))
+            raise
 
     def give_back(self, permit: Permit, used_tokens: int) -> None:
         """Its request is over."""
-        self._own.give_back(permit, used_tokens, time.monotonic())
-        name = self._open.pop(permit, None)
-        if name is not None:
-            self._return(name, permit.tenant, permit.charged_tokens - used_tokens)
+        back = self._claims.give_back(permit, used_tokens, time.monotonic())
+        if back is not None:
+            self._spawn(self._tell(back))
 
     async def renew_forever(self) -> None:
         """Keep the leases of what is open; until cancelled."""
         while True:
             await asyncio.sleep(self._lease_s / 3)
-            names: dict[str, list[str]] = {}  # by key
-            for permit, name in self._open.items():
-                names.setdefault(self._keys(permit.tenant)[0], []).append(name)
-            for key, permits in names.items():
-                for start in range(0, len(permits), PERMITS_PER_WRITE):
-                    some = permits[start : start + PERMITS_PER_WRITE]
-                    await self._redis.bounded(WRITE_TIMEOUT_S, partial(self._renew, [key], [self._lease_ms, *some]))
+            for tenant, names in self._claims.open_names().items():
+                for start in range(0, len(names), PERMITS_PER_WRITE):
+                    await self._renew_some(tenant, names[start : start + PERMITS_PER_WRITE])
 
     async def close(self) -> None:
         """Disconnect; what is open ends by its lease."""
         await self._redis.close()
 
-    async def _ask(self, name: str, tenant: str, policy: TenantPolicy, num_tokens: int) -> Permit:
+    async def _ask(self, claim: Claim) -> Answer | None:
+        """None: Redis is away, or took too long, and may have given the permit."""
+        policy = claim.policy
         most_open = -1 if policy.max_concurrent is None else policy.max_concurrent
         tokens_per_ms = (policy.tokens_per_s or 0.0) / 1000
-        arguments: Sequence[Any] = [
-            name, num_tokens, self._lease_ms, most_open, tokens_per_ms, policy.bucket_tokens
-        ]  # fmt: skip
-        try:
-            answer = await self._redis.bounded(TAKE_TIMEOUT_S, partial(self._take, self._keys(tenant), arguments))
-            if answer is None:
-                return self._own.take(tenant, num_tokens, time.monotonic())
-        except BaseException:  # its client left, or no answer came in time: Redis may have given it all the same
-            self._return(name, tenant, num_tokens)
-            raise
-        verdict, wait_ms = answer
-        if verdict == b"open":
-            raise self._own.too_many_open(tenant, policy)
-        if verdict == b"tokens":
-            raise self._own.too_many_tokens(tenant, policy, wait_ms / 1000)
-        return self._own.admit(tenant, policy, num_tokens, time.monotonic())
+        arguments: list[Any] = [
+            claim.num_tokens,
+            self._lease_ms,
+            most_open,
+            tokens_per_ms,
+            policy.bucket_tokens,
+            *claim.names,
+        ]
+        call = partial(self._take, self._keys(claim.tenant), arguments)
+        answer = await self._redis.bounded(TAKE_TIMEOUT_S, call)
+        return None if answer is None else Answer(answer[0].decode(), answer[1] / 1000)
 
-    def _return(self, name: str, tenant: str, unused_tokens: int) -> None:
-        call = partial(self._give_back, self._keys(tenant), [name, unused_tokens])
-        self._spawn(self._write(call))
+    async def _tell(self, back: Return) -> None:
+        call = partial(self._give_back, self._keys(back.tenant), [back.unused_tokens, *back.names])
+        await self._redis.bounded(WRITE_TIMEOUT_S, call)
 
-    async def _write(self, call: Callable[[], Any]) -> None:
+    async def _renew_some(self, tenant: str, names: list[str]) -> None:
+        call = partial(self._renew, self._keys(tenant)[:1], [self._lease_ms, *names])
         await self._redis.bounded(WRITE_TIMEOUT_S, call)
 
     def _keys(self, tenant: str) -> list[str]:

@@ -21,10 +21,12 @@ HOLD_WEIGHT: Final = 0.1  # of the newest
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Permit:
-    """One request's right to be open; given back exactly once. charged_tokens: taken from its tenant's rate."""
+    """One request's right to be open; given back exactly once. charged_tokens: taken from its tenant's rate.
+    num_choices: each counts as open."""
 
     tenant: str
     charged_tokens: int
+    num_choices: int
     taken_s: float
 
 
@@ -51,27 +53,33 @@ class TenantLimits:
         self._hold_s: dict[str, float] = {}  # mean, by tenant
 
     def num_open(self, tenant: str) -> int:
-        return len(self._open.get(tenant, ()))
+        """Choices of its open requests."""
+        return sum(permit.num_choices for permit in self._open.get(tenant, ()))
 
-    def take(self, tenant: str, num_tokens: int, now: float) -> Permit:
+    def require_place(self, tenant: str, policy: TenantPolicy, num_choices: int = 1) -> None:
+        """A request of more choices than may be open goes when nothing else is. Raises: Rejected: as take."""
+        most = policy.max_concurrent
+        if most is not None and self.num_open(tenant) + min(num_choices, most) > most:
+            raise self.too_many_open(tenant, policy)
+
+    def take(self, tenant: str, num_tokens: int, now: float, num_choices: int = 1) -> Permit:
         """Raises: Rejected: with the time after which a permit is likely to be there."""
         policy = self._policy_of(tenant)
-        if policy.max_concurrent is not None and self.num_open(tenant) >= policy.max_concurrent:
-            raise self.too_many_open(tenant, policy)
+        self.require_place(tenant, policy, num_choices)
         if policy.tokens_per_s is not None:
             # A request that is larger than the bucket goes when that is full.
             missing = min(num_tokens, policy.bucket_tokens) - self._bucket(tenant, policy, now).level
             if missing > 0:
                 raise self.too_many_tokens(tenant, policy, missing / policy.tokens_per_s)
-        return self.admit(tenant, policy, num_tokens, now)
+        return self.admit(tenant, policy, num_tokens, now, num_choices)
 
-    def admit(self, tenant: str, policy: TenantPolicy, num_tokens: int, now: float) -> Permit:
+    def admit(self, tenant: str, policy: TenantPolicy, num_tokens: int, now: float, num_choices: int = 1) -> Permit:
         """Take a permit that is known to be there."""
         if policy.tokens_per_s is None:
             self._buckets.pop(tenant, None)
         else:
             self._bucket(tenant, policy, now).level -= num_tokens
-        permit = Permit(tenant, num_tokens, now)
+        permit = Permit(tenant, num_tokens, num_choices, now)
         self._open.setdefault(tenant, set()).add(permit)
         return permit
 
@@ -79,7 +87,7 @@ class TenantLimits:
         """With the time after which one of them has likely ended."""
         return Rejected(
             RejectReason.TENANT_CONCURRENCY,
-            f"tenant {tenant!r} may have {policy.max_concurrent} requests open",
+            f"tenant {tenant!r} may have {policy.max_concurrent} outputs open",
             _bounded(self._hold_s.get(tenant, FIRST_HOLD_S) / (policy.max_concurrent or 1)),
         )
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 
 import pytest
@@ -13,13 +15,16 @@ from core.errors import Rejected, RejectReason
 from router import shared_limits
 from router.admission.limits import TenantLimits
 from router.admission.policy import AdmissionPolicy, TenantPolicy
+from router.admission.shared_claims import TAKEN, TOO_MANY_OPEN, TOO_MANY_TOKENS, Claim, Return
 from router.shared_limits import SharedLimiter
 from tests.kv_transfer.valkey_process import Valkey, valkey
+from tests.simulation.world_limits import LimitsServer
 
 POLICY = AdmissionPolicy(
     tenants={
         "two": TenantPolicy(max_concurrent=2),
         "slow": TenantPolicy(tokens_per_s=0.001, burst_tokens=100),
+        "both": TenantPolicy(max_concurrent=3, tokens_per_s=0.001, burst_tokens=100),
         "any": TenantPolicy(),
     }
 )
@@ -176,6 +181,48 @@ async def test_a_client_that_leaves_while_redis_is_asked_leaves_nothing(make: Ca
             await asking
     await until_taken(limiter, "two")
     await until_taken(limiter, "two")
+
+
+async def test_choices_count_and_a_request_of_more_than_may_be_open_goes_alone(
+    make: Callable[..., SharedLimiter],
+) -> None:
+    one, other = make("r1"), make("r2")
+    permit = await one.take("two", 1, num_choices=16)
+    await refused(other, "two")
+    one.give_back(permit, 1)
+    await until_taken(other, "two")
+    for limiter in (one, other):
+        with pytest.raises(Rejected):
+            await limiter.take("two", 1, num_choices=2)
+    await one.take("two", 1)
+
+
+async def test_the_simulated_server_says_what_the_scripts_say(make: Callable[..., SharedLimiter]) -> None:
+    """tests/simulation/test_limits_world.py walks with it."""
+    limiter, model, rng = make("r1", lease_s=1000.0), LimitsServer(), random.Random(0)
+    claims: list[Claim] = []
+    verdicts: Counter[str] = Counter()
+    for serial in range(200):
+        now, tenant = time.time(), rng.choice(["two", "slow", "both"])
+        match rng.randrange(4):
+            case 0 | 1:
+                names = tuple(f"x{serial}.{choice}" for choice in range(rng.choice([1, 1, 2, 5])))
+                claim = Claim(names, tenant, POLICY.tenant(tenant), rng.randrange(1, 60))
+                told, expected = await limiter._ask(claim), model.take(claim, 1000.0, now)
+                assert told is not None and told.verdict == expected.verdict
+                assert told.wait_s == pytest.approx(expected.wait_s, abs=20.0)  # the rate is 0.001 tokens/s
+                verdicts[told.verdict] += 1
+                claims.append(claim)
+            case 2 if claims:
+                claim = claims.pop(rng.randrange(len(claims)))
+                back = Return(claim.names, claim.tenant, rng.randrange(claim.num_tokens))
+                await limiter._tell(back)
+                model.give_back(back)
+            case 3 if claims:
+                claim = rng.choice(claims)
+                await limiter._renew_some(claim.tenant, list(claim.names))
+                model.renew(claim.tenant, list(claim.names), 1000.0, now)
+    assert min(verdicts[verdict] for verdict in (TAKEN, TOO_MANY_OPEN, TOO_MANY_TOKENS)) > 5, verdicts
 
 
 HOUR_MS = 3_600_000

@@ -1,4 +1,5 @@
-"""A whole cluster on virtual time: clients, routers, workers, keeper and index, with every fault they have.
+"""A whole cluster on virtual time: clients, routers, workers, keeper, index and the server of shared limits, with every
+fault they have.
 
 The quiet code is the real one: Dispatcher, ClusterView, RouterStreams, both role sessions, HandoffSessions, Scheduler
 and BlockPool. What stands around it here stands in for router/live.py, cluster/worker_host.py, kv_transfer/driver.py
@@ -7,8 +8,9 @@ the next token is a digest of all slots, so whoever reads a stale, foreign or mi
 
 Invariants: a client's stream is the beginning of its undisturbed run, each position once and in order, and ends, in
 time, with a finish or one clear error; bytes only ever reach pages that are locked for their hand-off, and steps only
-blocks in use; no worker goes on with what no router waits for; when all requests are over, every block is back and
-every table is empty. One seed is one run.
+blocks in use; no worker goes on with what no router waits for; no tenant has more open than it may have
+(tests/simulation/world_limits.py); when all requests are over, every block and permit is back and every table is empty.
+One seed is one run.
 """
 
 from __future__ import annotations
@@ -38,6 +40,8 @@ from core.messages import (
     StepOutput,
 )
 from core.request import GenerateRequest, Placement, SamplingParams, StopConditions
+from router.admission.limits import Permit
+from router.admission.policy import AdmissionPolicy
 from router.admission.room import PromptsOut
 from router.config import DispatcherConfig
 from router.dispatcher import Dispatcher
@@ -47,6 +51,7 @@ from router.view import ClusterView
 from tests.simulation.chained_kv import undisturbed
 from tests.simulation.world_client import Client, WrongStream
 from tests.simulation.world_host import Host
+from tests.simulation.world_limits import TENANTS, Asking, Leak, RouterLimits, SharedServer
 
 # Attempts run out more often than in production, and no hang ends by the time limit.
 DISPATCH = DispatcherConfig(max_open_requests=64, queue_timeout_s=15.0, max_silent_failures=2, request_timeout_s=1000.0)
@@ -54,10 +59,6 @@ SILENCE_TIMEOUT_S = 4.0
 HEARTBEAT_S = 1.5
 FAULTS_END_S = 25.0
 END_S = 90.0  # by then every request must be over: each lease and bounded wait has passed
-
-
-class Leak(Exception):
-    """Something is still held, or still known, when all requests are over."""
 
 
 class PlannedOntoNobody(Exception):
@@ -87,9 +88,26 @@ class Faults:
     lose_events: float = 0.05  # of a worker's cache
     double_events: float = 0.05
     reorder_events: float = 0.05
+    num_limit_troubles: int = 2  # of the server that routers share their tenants' limits in
 
 
-NO_FAULTS = Faults(0, 0, 0, 0, 0, 0.05, 0, 0, 0, 0, num_drains=0, lose_events=0, double_events=0, reorder_events=0)
+NO_FAULTS = Faults(
+    0,
+    0,
+    0,
+    0,
+    0,
+    0.05,
+    0,
+    0,
+    0,
+    0,
+    num_drains=0,
+    lose_events=0,
+    double_events=0,
+    reorder_events=0,
+    num_limit_troubles=0,
+)
 
 
 class World:
@@ -103,6 +121,7 @@ class World:
         choices: tuple[int, ...] = (1,),
         num_routers: int = 1,
         dispatch: DispatcherConfig = DISPATCH,
+        admission: AdmissionPolicy | None = None,
     ):
         self.rng = random.Random(seed)
         self.faults = faults
@@ -118,6 +137,8 @@ class World:
         self.hosts: dict[str, Host] = {}
         self.deaths: list[WorkerRef] = []
         self.dispatch = dispatch
+        self.admission = admission  # with LIMITED, requests are of its tenants, and of none
+        self.limits_server = SharedServer(self)
         self.roles = {place: Role.PREFILL if place[0] == "p" else Role.DECODE for place in ("p0", "p1", "d0", "d1")}
         self.drains: Counter[tuple[str, str]] = Counter()
         self.refused: Counter[RefuseReason] = Counter()
@@ -142,6 +163,8 @@ class World:
             self.at(self.rng.uniform(2, 20), self.disturb)
         for _ in range(self.faults.num_drains):
             self.at(self.rng.uniform(2, 20), self.drain)
+        for _ in range(self.faults.num_limit_troubles if self.admission else 0):
+            self.at(self.rng.uniform(1, 20), self.limits_server.trouble)
         self.at(FAULTS_END_S, self.heal)
         self.run_until(END_S)
         self.check_over()
@@ -190,6 +213,7 @@ class World:
             num_choices=self.choices[number % len(self.choices)],
             cache_salt=self.rng.choice(["", "", "other"]),
             priority=self.priorities[number % len(self.priorities)],
+            tenant=self.rng.choice(TENANTS) if self.admission else "",
         )
         client = self.ask(router, request, self.rng.choice(list(Placement)))
         if router is not None and self.rng.random() < self.faults.cancel:
@@ -283,7 +307,8 @@ class World:
     def restart_router(self, router: Router) -> None:
         """It ends with its clients' streams, and another one takes its place."""
         self.routers[router.number] = None
-        for client in router.clients.values():
+        router.limits.dead = True
+        for client in [*router.clients.values(), *router.asking]:
             if not client.over:
                 client.fail(Rejected(RejectReason.DRAINING, "the router died"))
         for link in list(router.links.values()):
@@ -308,6 +333,7 @@ class World:
             assert router is not None
             router.check_over()
             router.check_prefixes()
+        self.limits_server.check_over()
         for host in self.hosts.values():
             left = host.left()
             if left:
@@ -391,6 +417,12 @@ class Router:
         self.router_id = f"router-{number}-{life}"
         self.view = ClusterView()
         self.dispatcher = Dispatcher(world.dispatch, self.view, self.router_id)
+        if world.admission is not None:
+            self.dispatcher.admission.policy = world.admission
+        self.limits = RouterLimits(
+            world, number, self.router_id, lambda name: self.dispatcher.admission.policy.tenant(name)
+        )
+        self.asking: dict[Client, Asking] = {}  # for their permits
         self.cut_off_until_s: dict[WorkerRef, float] = {}
         self.lost_once: set[WorkerRef] = set()
         self.links: dict[WorkerRef, Link] = {}
@@ -398,6 +430,19 @@ class Router:
         self.deaths: list[WorkerRef] = []
 
     def submit(self, client: Client, placement: Placement) -> None:
+        def decided(outcome: Permit | Rejected) -> None:
+            self.asking.pop(client, None)
+            if isinstance(outcome, Rejected):
+                client.fail(outcome)
+                return
+            client.permit = outcome
+            self._serve(client, placement)
+
+        asking = self.limits.take(client.request, self.dispatcher.admission.expected.of(client.request), decided)
+        if asking is not None and not asking.over:
+            self.asking[client] = asking
+
+    def _serve(self, client: Client, placement: Placement) -> None:
         request = client.request
         try:
             workers = self.view.workers()
@@ -405,12 +450,24 @@ class Router:
             effects = self.dispatcher.submit(request, placement, self.world.now, keys=keys)
         except (BadRequest, Rejected) as error:
             client.fail(error)
+            self._over(client)
             return
         self.clients[request.request_id] = client
         self.perform(effects)
 
     def leave(self, client: Client) -> None:
+        asking = self.asking.pop(client, None)
+        if asking is not None:
+            self.limits.cancel(asking)
+            return
         self.perform(self.dispatcher.cancel(client.request.request_id, self.world.now))
+        self._over(client)
+
+    def _over(self, client: Client) -> None:
+        permit, client.permit = client.permit, None
+        if permit is not None:
+            used_tokens = client.num_received and client.request.num_prompt_tokens + client.num_received
+            self.limits.give_back(permit, used_tokens)
 
     def cut_off(self, hosts: Iterable[Host], duration_s: float) -> None:
         """Nothing passes between this router and these workers for a while; neither end knows."""
@@ -479,6 +536,7 @@ class Router:
                 link.cut()
             elif self.world.now - link.beat_at_s >= HEARTBEAT_S:
                 link.heartbeat()
+        self.limits.tick()
         self.perform(self.dispatcher.tick(self.world.now))
 
     def check_over(self) -> None:
@@ -488,7 +546,8 @@ class Router:
         ]
         dispatcher, out = self.dispatcher, self.dispatcher.admission.out
         attempts, backlog = dispatcher._books.attempts, dispatcher.admission.line.backlog
-        kept = (dispatcher.num_open, dispatcher.num_queued, attempts, backlog)
+        permits = {**self.limits.own._open, **self.limits.claims.open_names()}
+        kept = (dispatcher.num_open, dispatcher.num_queued, attempts, backlog, permits)
         if any(kept) or out != PromptsOut() or any(map(any, books)):
             raise Leak(f"{self.router_id}: {kept} {out} {books}")
 
@@ -499,10 +558,13 @@ class Router:
                     if isinstance(command, StartGeneration | ReserveBlocks | StartPrefill):
                         self.world.salts[command.request.request_id] = command.request.cache_salt
                     self.links[worker].command(command)
-                case Deliver(request_id, delta):
+                case Deliver(request_id, delta, last):
                     self.clients[request_id].deliver(delta, self.world.now)
+                    if last:
+                        self._over(self.clients[request_id])
                 case Fail(request_id, error):
                     self.clients[request_id].fail(error)
+                    self._over(self.clients[request_id])
                 case Planned(request_id, plan=plan):
                     for ref in {plan.decode, plan.prefiller}:
                         planned = self.view.get(ref)

@@ -25,6 +25,7 @@ from functools import partial
 from tests.simulation import cluster_world, handoff_world
 from tests.simulation.planted_bugs import PLANTS
 from tests.simulation.real_soak import soak
+from tests.simulation.world_limits import LIMITED
 
 NUM_REQUESTS = 25
 NUM_HANDOFFS = 30
@@ -37,7 +38,7 @@ SAY_EVERY_S = 10.0
 def walk(seed: int) -> Counter[str]:
     """One schedule on virtual time. Raises what is wrong."""
     num_routers = 2 if seed % 4 == 3 else 1
-    cluster = cluster_world.World(seed, cluster_world.Faults(), PRIORITIES, NUM_CHOICES, num_routers)
+    cluster = cluster_world.World(seed, cluster_world.Faults(), PRIORITIES, NUM_CHOICES, num_routers, admission=LIMITED)
     cluster.run(NUM_REQUESTS)
     handoffs = handoff_world.World(seed, handoff_world.Faults())
     handoffs.run(NUM_HANDOFFS)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from core.errors import TandemError
 from core.request import FinishReason, GenerateRequest, TokenDelta
+from router.admission.limits import Permit
 
 
 class WrongStream(Exception):
@@ -27,9 +28,14 @@ class Client:
     last_s: float = float("inf")
     longest_gap_s: float = 0.0
     num_migrations: int = 0  # plans after tokens were out
+    permit: Permit | None = None  # while its router holds it open
 
     def __post_init__(self) -> None:
         self.received = [[] for _ in self.expected]
+
+    @property
+    def num_received(self) -> int:
+        return sum(map(len, self.received))
 
     @property
     def finished(self) -> bool:
