@@ -32,9 +32,10 @@ class TenantPolicy(Strict):
     """One tenant; what is None is not limited.
 
     keys_sha256: SHA-256 of each of its API keys, in hex. weight: of its share, against the others in its band.
-    max_concurrent: most outputs open at a time, each choice of a request counts. tokens_per_s: of prompts and outputs, in the long run; burst_tokens:
-    how many at once, a minute's where it is not given. batch: all of its requests are batch work.
-    max_output_tokens: longest output of a choice; a longer one ends there, with finish reason "length".
+    max_concurrent: most outputs open at a time, of which each choice of a request is one. tokens_per_s: of prompts and
+    outputs, in the long run; burst_tokens: how many at once, a minute's where it is not given. batch: all of its
+    requests are batch work. max_output_tokens: longest output of a choice; a longer one ends there, with finish reason
+    "length".
     """
 
     keys_sha256: list[KeyDigest] = Field(default_factory=list)
