@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from cluster.actors import HostPaths
+from cluster.api_key import VARIABLE, key_headers
 from cluster.config import ClusterConfig
 from cluster.folders import RunFolders
 from cluster.launcher import Launcher
@@ -72,19 +73,24 @@ async def _addresses(config: ClusterConfig) -> str:
     status = await fetch_status(config.registry_addresses[0])
     metrics = [f"{item.worker.ref.worker_id} http://{item.worker.metrics_address}/metrics"
                for item in status.workers if item.worker.metrics_address]  # fmt: skip
+    # The shell puts the key in. curl and grpcurl spell it alike.
+    key, metadata = "", ""
+    if key_headers():
+        bearer = f"Bearer ${VARIABLE}"
+        key, metadata = f' -H "Authorization: {bearer}"', f", metadata=[('authorization', '{bearer}')]"
     call = (
         "import grpc; from tandem.v1 import inference_pb2 as m, inference_pb2_grpc as s; "
         f"stub = s.InferenceServiceStub(grpc.insecure_channel('{config.grpc_address}')); "
         f"print(''.join(r.text for r in stub.Generate(m.GenerateRequest(text='{PROMPT}', "
-        "sampling=m.Sampling(temperature=0), stopping=m.Stopping(max_tokens=16)))))"
+        f"sampling=m.Sampling(temperature=0), stopping=m.Stopping(max_tokens=16)){metadata})))"
     )
     tandem = Path(sys.executable).with_name("tandem")
     others = [config.of_router(index) for index in range(1, config.num_routers)]
     return "\n".join([
         "",
-        f"  curl {config.http_url}/v1/completions -H 'Content-Type: application/json' -d '{body}'",
+        f"  curl {config.http_url}/v1/completions -H 'Content-Type: application/json'{key} -d '{body}'",
         "",
-        f"  grpcurl -plaintext -d '{message}' {config.grpc_address} tandem.v1.InferenceService/Generate",
+        f"  grpcurl -plaintext{key} -d '{message}' {config.grpc_address} tandem.v1.InferenceService/Generate",
         f'  {sys.executable} -c "{call}"',
         "",
         *(f"  another router: {other.http_url}, gRPC {other.grpc_address}" for other in others),

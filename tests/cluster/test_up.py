@@ -40,6 +40,7 @@ async def start(folder: Path) -> asyncio.subprocess.Process:
         | {
             "PYTHONPATH": os.pathsep.join(map(str, folders)),
             "TANDEM_CACHE": str(folder),
+            "TANDEM_API_KEY": "sesame",
             "TMPDIR": "/tmp",
         },
     )
@@ -62,6 +63,7 @@ async def test_up_serves_after_its_check_and_ctrl_c_leaves_nothing(tmp_path: Pat
     seen = await read_until(process, "serving")
     for wanted in (PARITY, "first token", "curl http://", "InferenceService/Generate", "/metrics"):
         assert wanted in seen, seen
+    assert seen.count("Bearer $TANDEM_API_KEY") == 3 and "sesame" not in seen
     assert all(re.match(r"\[ *\d+\.\d s\]", line) for line in seen.splitlines()[:5]), seen
     below = processes.descendants(process.pid)
     assert len(below) > 5  # Valkey, Ray's own, and three actors
