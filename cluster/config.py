@@ -105,6 +105,10 @@ class ClusterConfig:
     policy_file: Path | None = None
     """What the router may be told while it runs: tenants, their keys and limits, the queue's bounds; read again when it
     changes (docs/operations/admission.md). None: nothing."""
+    trace_endpoint: str = ""
+    """Where routers and workers send traces, by OTLP over HTTP: http://collector:4318/v1/traces; empty: nowhere."""
+    trace_ratio: float = 1.0
+    """The part of the requests that is traced, of those whose caller sends no W3C `traceparent`, which decides."""
     drain_timeout_s: float = 5.0
     """How long running requests may go on after a stop was asked for."""
     drain_finish_s: float = 2.0
@@ -134,6 +138,9 @@ class ClusterConfig:
         for name in ("lease_s", "start_timeout_s", "drain_timeout_s", "heartbeat_timeout_s"):
             require_range(name, getattr(self, name), 0.1, 3600.0)
         require_range("drain_finish_s", self.drain_finish_s, 0.0, 3600.0)
+        if self.trace_endpoint and not self.trace_endpoint.startswith(("http://", "https://")):
+            raise BadRequest("trace_endpoint", f"must be an http:// or https:// URL, got {self.trace_endpoint!r}")
+        require_range("trace_ratio", self.trace_ratio, 0.0, 1.0)
         # What a router or a worker would refuse is refused here already.
         DispatcherConfig(local_prefill_cost=self.local_prefill_cost)
         worker_config(self, "any", "any", Role.DECODE, router_addresses=self.registry_addresses)

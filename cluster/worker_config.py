@@ -70,6 +70,8 @@ class WorkerConfig:
     """As in ClusterConfig, after SIGTERM."""
     drain_finish_s: float = 2.0
     """As in ClusterConfig, after SIGTERM."""
+    trace_endpoint: str = ""
+    """As in ClusterConfig."""
     log_file: Path | None = None
     """Where its output goes; None: where its process's goes."""
 

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import grpc
 from prometheus_client import CollectorRegistry, start_http_server
@@ -31,10 +31,12 @@ from cluster.worker_engine import Engine, build_engine
 from cluster.worker_role import Drain, WorkerRole
 from cluster.worker_service import WorkerServicer
 from cluster.worker_state import read_state
+from cluster.worker_traces import WorkerTraces
 from cluster.worker_transfer import build_transfer
 from core.errors import BadRequest
 from core.membership import Role, WorkerInfo, WorkerLoad, WorkerRef
 from core.messages import (
+    Answer,
     CancelRequest,
     Command,
     PeerDead,
@@ -59,6 +61,9 @@ from telemetry.logs import log_state
 from telemetry.tasks import EXIT_INVARIANT_BROKEN, BackgroundTasks, end_process
 from telemetry.worker_metrics import PushOutcome, WorkerMetrics, WorkerState
 
+if TYPE_CHECKING:  # it loads OpenTelemetry
+    from telemetry.tracing import Tracer
+
 logger = logging.getLogger(__name__)
 
 TICK_INTERVAL_S: Final = 0.1
@@ -66,6 +71,7 @@ LOAD_INTERVAL_S: Final = 1.0
 DRAIN_POLL_S: Final = 0.01
 INDEX_TTL_S: Final = 300.0
 MAX_MESSAGE_BYTES: Final = 64 << 20
+TRACE_FLUSH_S: Final = 1.0
 
 
 class WorkerHost:
@@ -77,6 +83,8 @@ class WorkerHost:
         self._orphaned_blocks = 0
         self._tasks = BackgroundTasks(self._broken)
         self._ref = WorkerRef(config.worker_id, config.incarnation)
+        self._tracer = _tracer(config, self._ref)
+        self._traces = WorkerTraces(self._tracer, str(self._ref))
         self._engine: Engine = await asyncio.to_thread(build_engine, config)
         self._build_transfer()
         scheduler, handoffs = self._engine.scheduler, self._transfer.handoffs
@@ -115,6 +123,8 @@ class WorkerHost:
         await self._transfer.driver.close(timeout_s=2.0)
         await self._index.close()
         self._metrics_server.shutdown()
+        if self._tracer is not None:
+            await asyncio.to_thread(self._tracer.close, TRACE_FLUSH_S)
 
     # --- construction -------------------------------------------------------------------------------------------
 
@@ -128,7 +138,7 @@ class WorkerHost:
         self._index: PrefixIndex = RedisPrefixIndex(url, self._ref, digest, INDEX_TTL_S) if url else NoPrefixIndex()
 
     def _make_service(self, role: Role) -> PrefillService | DecodeService:
-        engine, send = self._engine, self._streams.send
+        engine, send = self._engine, self._answer
         handoffs, driver = self._transfer.handoffs, self._transfer.driver
         if role is Role.PREFILL:
             prefill = PrefillSession(PrefillConfig(block_bytes=engine.block_bytes), engine.scheduler, handoffs)
@@ -194,16 +204,17 @@ class WorkerHost:
                 stream.feed.begin_again()
                 self._say(())
             case CancelRequest(request_id):
-                self._role.service.command(command)
+                self._cancel(request_id)
                 self._streams.disown(request_id)
             case StartGeneration() | ReserveBlocks() | StartPrefill():
                 self._streams.own(stream, command)
+                self._traces.begin(command)
                 self._begin(command)
 
     def _begin(self, command: StartGeneration | ReserveBlocks | StartPrefill) -> None:
         request_id, grammar = command.request.request_id, command.request.grammar
         if self._role.draining:
-            self._streams.send(Refused(request_id, RefuseReason.DRAINING))
+            self._answer(Refused(request_id, RefuseReason.DRAINING))
         elif grammar is not None and not self._engine.grammars.has(grammar):
             self._tasks.spawn(self._compile_first(command, request_id, grammar))
         else:
@@ -216,24 +227,34 @@ class WorkerHost:
         try:
             await asyncio.to_thread(self._engine.grammars.matcher, grammar)
         except BadRequest as error:
-            self._streams.send(Refused(request_id, RefuseReason.BAD_REQUEST, str(error)))
+            self._answer(Refused(request_id, RefuseReason.BAD_REQUEST, str(error)))
             return
         if self._streams.owns(request_id):
             self._begin(command)
 
     def _router_closed(self, request_ids: list[str]) -> None:
         for request_id in request_ids:
-            self._role.service.command(CancelRequest(request_id))
+            self._cancel(request_id)
+
+    def _cancel(self, request_id: str) -> None:
+        self._role.service.command(CancelRequest(request_id))
+        self._traces.end(request_id, "cancelled")
+
+    def _answer(self, answer: Answer) -> None:
+        self._traces.answered(answer)
+        self._streams.send(answer)
 
     def _stepped(self, progress: list[Progress], report: StepReport) -> None:
         self._metrics.step_done(report.duration_s, report.prefill_tokens, report.decode_tokens)
         self._say(self._role.service.stepped(progress))
+        self._traces.stepped(progress)
         for item in progress:
             if item.ended:
                 self._streams.disown(item.request_id)
 
     def _handoff_ended(self, outcome: Outcome) -> None:
         self._role.service.handoff_ended(outcome)
+        self._traces.handoff_ended(outcome)
 
     def _wake(self) -> None:
         self._loop.wake()
@@ -301,3 +322,13 @@ class WorkerHost:
     def _broken(self, error: BaseException) -> None:
         logger.critical("not expected", exc_info=error)
         end_process(EXIT_INVARIANT_BROKEN, str(error), worker_id=self._ref)
+
+
+def _tracer(config: WorkerConfig, ref: WorkerRef) -> Tracer | None:
+    if not config.trace_endpoint:
+        return None
+    # Imported here: OpenTelemetry takes a tenth of a second.
+    from telemetry.tracing import TraceConfig, Tracer
+
+    # The router has decided: what comes without a traceparent is not traced.
+    return Tracer(TraceConfig(config.trace_endpoint, ratio=0.0), "tandem-worker", str(ref))

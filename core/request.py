@@ -151,6 +151,7 @@ class GenerateRequest:
     `priority`: lower goes first, as in vLLM, which clients know; above 0 is batch work, which gets what the rest leaves
     and is preempted first. What it is worth is bounded: engine/waiting_line.py.
     `session_id`: requests of one session of a tenant prefer the same workers; workers do not hear of it.
+    `traceparent`: W3C's, of the span that what is done for the request belongs to; empty: nothing of it is traced.
     `output_token_ids`: output that is out already; generation goes on after it, as if it had never been interrupted.
     """
 
@@ -166,6 +167,7 @@ class GenerateRequest:
     output_token_ids: tuple[int, ...] = ()
     prompt_logprobs: int | None = None
     session_id: str = ""
+    traceparent: str = ""
 
     def __post_init__(self) -> None:
         _require_between("n", self.num_choices, 1, MAX_CHOICES)

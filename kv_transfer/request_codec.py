@@ -52,6 +52,7 @@ def encode_request(request: GenerateRequest) -> pb.WorkerRequest:
         grammar=_encode_grammar(request.grammar),
         output_token_ids=request.output_token_ids,
         prompt_logprobs=request.prompt_logprobs,
+        traceparent=request.traceparent,
     )
 
 
@@ -86,6 +87,7 @@ def decode_request(message: pb.WorkerRequest) -> GenerateRequest:
         grammar=_decode_grammar(message.grammar) if message.HasField("grammar") else None,
         output_token_ids=tuple(message.output_token_ids),
         prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
+        traceparent=message.traceparent,
     )
 
 

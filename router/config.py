@@ -37,7 +37,8 @@ class RouterConfig:
     silence_timeout_s: a worker that says nothing for so long is given up. drain_timeout_s: how long open requests
     may go on after a stop. max_context_tokens: what one worker's KV pool holds, when the model's context is longer.
     max_workers: most that register. Ports: 0 takes any free one. policy_file: see router/policy_file.py; None: none.
-    redis_url: where routers share the tenants' limits; None: each has its own.
+    redis_url: where routers share the tenants' limits; None: each has its own. trace_endpoint, trace_ratio: see
+    telemetry/tracing.py; empty: no traces.
 
     The registry has a port of its own because whoever reaches it is believed: a death reported there frees blocks."""
 
@@ -55,6 +56,8 @@ class RouterConfig:
     max_context_tokens: int | None = None
     policy_file: Path | None = None
     redis_url: str | None = None
+    trace_endpoint: str = ""
+    trace_ratio: float = 1.0
     dispatcher: DispatcherConfig = field(default_factory=DispatcherConfig)
 
     def __post_init__(self) -> None:

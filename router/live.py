@@ -8,11 +8,11 @@ import time
 from collections import Counter, deque
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import suppress
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from core.errors import BadRequest, Rejected, RejectReason, TandemError
 from core.membership import Life, Role, WorkerInfo, WorkerLoad, WorkerRef
-from core.messages import PeerDead, PeerJoined
+from core.messages import Answer, PeerDead, PeerJoined
 from core.request import GenerateRequest, Placement, TokenDelta
 from router.admission.limits import TenantLimits
 from router.admission.policy import TenantPolicy
@@ -24,11 +24,15 @@ from router.outbox import Outbox, Turns
 from router.policy.prompt_keys import prompt_keys
 from router.policy_file import Policy
 from router.shared_limits import SharedLimiter
+from router.traces import RequestTraces
 from router.view import ClusterView
 from router.worker_link import WorkerLink
 from telemetry.logs import log_state
 from telemetry.router_metrics import RouterState, RoutingMetrics
 from telemetry.tasks import Spawn
+
+if TYPE_CHECKING:  # it loads OpenTelemetry
+    from telemetry.tracing import Tracer
 
 logger = logging.getLogger(__name__)
 
@@ -39,14 +43,22 @@ MAX_DEATHS: Final = 1024  # last deaths told to each worker that links up
 class LiveDispatcher:
     """What the fronts generate through, and what workers register with. All calls come from one event loop.
 
-    spawn: runs a task and watches over it.
+    spawn: runs a task and watches over it. tracer: None when nothing is traced.
     """
 
-    def __init__(self, config: RouterConfig, router_id: str, spawn: Spawn, metrics: RoutingMetrics) -> None:
+    def __init__(
+        self,
+        config: RouterConfig,
+        router_id: str,
+        spawn: Spawn,
+        metrics: RoutingMetrics,
+        tracer: Tracer | None = None,
+    ) -> None:
         self._config = config
         self.router_id = router_id
         self._spawn = spawn
         self._metrics = metrics
+        self._traces = RequestTraces(tracer)
         self.view = ClusterView()
         self._dispatcher = Dispatcher(config.dispatcher, self.view, router_id)
         self._limiter = self._make_limiter()
@@ -112,6 +124,7 @@ class LiveDispatcher:
         try:
             keys = await self._keys(request)
             effects = self._dispatcher.submit(request, placement, time.monotonic(), max_ttft_s, keys)
+            self._traces.begin(request)
             output = self._outputs[request.request_id] = Outbox(self._turns)
             try:
                 self._perform(effects)
@@ -128,6 +141,7 @@ class LiveDispatcher:
                 output.close()
                 if not self._outputs:
                     self._idle.set()
+                self._traces.end(request.request_id)
                 self._perform(self._dispatcher.cancel(request.request_id, time.monotonic()))
         except Rejected:
             if used_tokens == request.num_prompt_tokens:  # what we turn away costs nothing; what has tokens was served
@@ -163,7 +177,7 @@ class LiveDispatcher:
             self.router_id,
             self._config.silence_timeout_s,
             on_open=lambda: self._opened(info),
-            on_answer=lambda answer: self._perform(self._dispatcher.answered(info.ref, answer, time.monotonic())),
+            on_answer=lambda answer: self._answered(info.ref, answer),
             on_closed=lambda reason: self._lost(info.ref, reason),
             spawn=self._spawn,
         )
@@ -223,25 +237,33 @@ class LiveDispatcher:
                 self._links[other.ref].send(PeerJoined(info))
         self._perform(self._dispatcher.serve_queue(time.monotonic()))
 
+    def _answered(self, ref: WorkerRef, answer: Answer) -> None:
+        self._traces.heard(answer)
+        self._perform(self._dispatcher.answered(ref, answer, time.monotonic()))
+
     def _lost(self, ref: WorkerRef, reason: str) -> None:
         log_state(logger, logging.WARNING, worker_id=ref, state="gone", reason=reason)
         self._links.pop(ref, None)
         if (worker := self.view.get(ref)) is not None:
             self._metrics.worker_lost(worker.info.role)
+        self._traces.worker_lost(ref)
         self._perform(self._dispatcher.worker_lost(ref, time.monotonic()))
 
     def _perform(self, effects: Iterable[Effect]) -> None:
         for effect in effects:
             match effect:
                 case Send(worker, command):
-                    self._links[worker].send(command)
+                    self._links[worker].send(self._traces.outgoing(command))
                 case Deliver(request_id, delta, last):
                     self._put(request_id, delta)
                     if last:
+                        self._traces.end(request_id)
                         self._put(request_id, None)
                 case Fail(request_id, error):
+                    self._traces.end(request_id, str(error))
                     self._put(request_id, error)
                 case Planned(request_id, attempt, attempt_id, plan, waited_s):
+                    self._traces.planned(effect)
                     best = plan.scores[0]
                     self._metrics.planned(plan.reason, attempt, waited_s, best.hit_tokens, best.fetched_tokens)
                     log_state(
@@ -254,6 +276,7 @@ class LiveDispatcher:
                         prefill=plan.prefill,
                         scores="; ".join(map(str, plan.scores)),
                     )
+        self._traces.settled()
 
     def _put(self, request_id: str, item: TokenDelta | TandemError | None) -> None:
         output = self._outputs.get(request_id)

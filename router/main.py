@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import secrets
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING, Final
 
 import grpc
 from aiohttp import web
@@ -28,7 +30,12 @@ from router.registry_service import SERVICE_NAME, RegistryServicer
 from telemetry.router_metrics import PolicyMetrics, RouterMetrics, RouterStateCollector, RoutingMetrics
 from telemetry.tasks import EXIT_INVARIANT_BROKEN, BackgroundTasks, end_process
 
+if TYPE_CHECKING:  # it loads OpenTelemetry
+    from telemetry.tracing import Tracer
+
 logger = logging.getLogger(__name__)
+
+TRACE_FLUSH_S: Final = 1.0
 
 
 class RouterProcess:
@@ -40,6 +47,7 @@ class RouterProcess:
         self._registry: grpc.aio.Server | None = None
         self._http: web.AppRunner | None = None
         self._grammars: GrammarGate | None = None
+        self._tracer: Tracer | None = None
         self._tasks = BackgroundTasks(_broken)
         self._drain_timeout_s = 0.0
 
@@ -51,14 +59,16 @@ class RouterProcess:
         self._drain_timeout_s = config.drain_timeout_s
         registry = CollectorRegistry()
         routing = RoutingMetrics(registry)
-        self._dispatcher = LiveDispatcher(config, f"router-{secrets.token_hex(4)}", self._tasks.spawn, routing)
+        router_id = f"router-{secrets.token_hex(4)}"
+        self._tracer = _tracer(config, router_id)
+        self._dispatcher = LiveDispatcher(config, router_id, self._tasks.spawn, routing, self._tracer)
         registry.register(RouterStateCollector(self._dispatcher.state, config.model_name))
         tokenizer = Tokenizer.load(config.model_folder)
         model = _served_model(config, tokenizer)
         metrics = RouterMetrics(registry, config.model_name)
         self._grammars = GrammarGate(config.model_folder, model.vocab_size)
         self._tasks.spawn(self._grammars.start())
-        front = Front(self._dispatcher, tokenizer, model, metrics, self._grammars.check)
+        front = Front(self._dispatcher, tokenizer, model, metrics, self._grammars.check, tracer=self._tracer)
         if config.policy_file is not None:
             self._follow(config.policy_file, front, PolicyMetrics(registry))
         grpc_address = await self._start_grpc(config, front)
@@ -84,6 +94,8 @@ class RouterProcess:
             await self._grpc.server.stop(grace=0.5)
         if self._registry is not None:
             await self._registry.stop(grace=0.5)
+        if self._tracer is not None:
+            await asyncio.to_thread(self._tracer.close, TRACE_FLUSH_S)
 
     def _follow(self, file: Path, front: Front, metrics: PolicyMetrics) -> None:
         dispatcher = self._dispatcher
@@ -132,6 +144,15 @@ def _served_model(config: RouterConfig, tokenizer: Tokenizer) -> ServedModel:
         eos_token_ids=tokenizer.eos_token_ids,
         weights_digest=weights_digest(config.model_folder),
     )
+
+
+def _tracer(config: RouterConfig, router_id: str) -> Tracer | None:
+    if not config.trace_endpoint:
+        return None
+    # Imported here: OpenTelemetry takes a tenth of a second.
+    from telemetry.tracing import TraceConfig, Tracer
+
+    return Tracer(TraceConfig(config.trace_endpoint, config.trace_ratio), "tandem-router", router_id)
 
 
 def _broken(error: BaseException) -> None:

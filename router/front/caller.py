@@ -14,6 +14,7 @@ from router.admission.policy import ANONYMOUS, AdmissionPolicy
 
 AUTHORIZATION: Final = "authorization"  # an HTTP header, and a key of gRPC metadata
 SLO_TTFT: Final = "x-slo-ttft-ms"
+TRACEPARENT: Final = "traceparent"
 MAX_SLO_TTFT_MS: Final = 86_400_000.0
 
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from core.errors import BadRequest, InvariantBroken
 from core.request import FinishReason, GenerateRequest, Placement, PromptLogprobs, TokenDelta, TokenLogprobs
@@ -25,6 +25,9 @@ from router.front.meter import Endpoint, Meter
 from router.front.spelling import Speller
 from router.front.usage import Usage, UsageSum
 from telemetry.router_metrics import RouterMetrics
+
+if TYPE_CHECKING:  # it loads OpenTelemetry
+    from telemetry.tracing import Span, Tracer
 
 
 class Dispatcher(Protocol):
@@ -72,6 +75,7 @@ class Front:
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
         new_request_id: Callable[[], str] = lambda: secrets.token_hex(12),
+        tracer: Tracer | None = None,
     ) -> None:
         self.model = model
         self.metrics = metrics
@@ -81,6 +85,7 @@ class Front:
         self._tokenizer = tokenizer
         self._intake = Intake(tokenizer, model, check_grammar)
         self._clock = clock
+        self._tracer = tracer
         self._policy = AdmissionPolicy()
         self._keys = Keys(self._policy)
         self._open: set[str] = set()
@@ -94,9 +99,19 @@ class Front:
         """Who asks. Raises: Unauthenticated; BadRequest: naming the header."""
         return self._keys.caller(authorization, slo_ttft_ms)
 
-    def meter(self, endpoint: Endpoint, request_id: str) -> Meter:
-        """The books of a request that arrives now; enter it before anything can fail."""
-        return Meter(self.metrics, endpoint, request_id, self._clock)
+    def meter(self, endpoint: Endpoint, request_id: str, traceparents: Sequence[str] = ()) -> Meter:
+        """The books of a request that arrives now; enter it before anything can fail. traceparents: that it came with;
+        of two neither counts."""
+        span = None if self._tracer is None else self._span(self._tracer, endpoint, traceparents)
+        return Meter(self.metrics, endpoint, request_id, self._clock, span)
+
+    def _span(self, tracer: Tracer, endpoint: Endpoint, traceparents: Sequence[str]) -> Span | None:
+        parent = traceparents[0] if len(traceparents) == 1 else None
+        operation = "chat" if endpoint is Endpoint.CHAT else "text_completion"
+        span = tracer.start(f"{operation} {self.model.name}", parent, serves=True)
+        if span is not None:
+            span.set({"gen_ai.operation.name": operation, "gen_ai.request.model": self.model.name})
+        return span
 
     def speller(self) -> Speller:
         """Spells the tokens of one output."""
@@ -118,7 +133,7 @@ class Front:
             raise BadRequest("request_id", f"{request.request_id} is already in use by an open request")
         self._open.add(request.request_id)
         try:
-            meter.accepted(request)
+            request = meter.accepted(request)
             async with aclosing(self._dispatcher.generate(request, placement, max_ttft_s)) as token_deltas:
                 outputs = _Outputs(request, self._tokenizer)
                 async for token_delta in token_deltas:

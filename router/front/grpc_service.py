@@ -17,7 +17,7 @@ from tandem.v1 import inference_pb2, inference_pb2_grpc
 from core.errors import BadRequest, TandemError
 from core.request import Grammar, Placement
 from kv_transfer.request_codec import encode_logprobs, encode_prompt_logprobs
-from router.front.caller import AUTHORIZATION, SLO_TTFT, Caller, only
+from router.front.caller import AUTHORIZATION, SLO_TTFT, TRACEPARENT, Caller, only
 from router.front.constraint import (
     ANY_OBJECT,
     choice_grammar,
@@ -136,7 +136,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             await _abort(context, BadRequest("body", "is not a tandem.v1.GenerateRequest, or not UTF-8"))
         request_id = request.request_id or self._front.new_request_id()
         try:
-            with self._front.meter(Endpoint.GRPC, request_id) as meter:
+            with self._front.meter(Endpoint.GRPC, request_id, _values(context, TRACEPARENT)) as meter:
                 caller = self._caller(context)
                 placement, draft = _draft(request, request_id, self._front.model.name)
                 prepared = await self._front.prepare(draft, caller)
@@ -165,11 +165,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         )
 
     def _caller(self, context: grpc.aio.ServicerContext) -> Caller:
-        metadata = context.invocation_metadata() or ()
-        key, patience = (
-            only(name, [str(value) for found, value in metadata if found == name]) for name in (AUTHORIZATION, SLO_TTFT)
-        )
+        key, patience = (only(name, _values(context, name)) for name in (AUTHORIZATION, SLO_TTFT))
         return self._front.caller(key, patience)
+
+
+def _values(context: grpc.aio.ServicerContext, name: str) -> list[str]:
+    return [str(value) for found, value in context.invocation_metadata() or () if found == name]
 
 
 async def _abort(context: grpc.aio.ServicerContext, error: Exception) -> NoReturn:

@@ -1,14 +1,15 @@
-"""What one request leaves behind: its counters, its latencies, one log line."""
+"""What one request leaves behind: its counters, its latencies, one log line, and the outermost span of its trace."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from enum import StrEnum
 from statistics import fmean
 from types import TracebackType
-from typing import Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 from core.errors import BadRequest, Rejected, Unauthenticated
 from core.request import FinishReason, GenerateRequest
@@ -17,9 +18,18 @@ from router.front.usage import Usage
 from telemetry.logs import log_state
 from telemetry.router_metrics import Outcome, RouterMetrics
 
+if TYPE_CHECKING:  # it loads OpenTelemetry
+    from telemetry.tracing import Span
+
 logger = logging.getLogger(__name__)
 
 _LEFT: Final = (asyncio.CancelledError, GeneratorExit, ConnectionError)
+# What OpenTelemetry's GenAI conventions have a name for; the rest of the log line is `tandem.*`.
+_GEN_AI: Final = {
+    "prompt_tokens": "gen_ai.usage.input_tokens",
+    "output_tokens": "gen_ai.usage.output_tokens",
+    "seed": "gen_ai.request.seed",
+}
 
 
 class Endpoint(StrEnum):
@@ -33,11 +43,19 @@ class Endpoint(StrEnum):
 class Meter:
     """A context around one request, from its arrival until its last byte is out."""
 
-    def __init__(self, metrics: RouterMetrics, endpoint: Endpoint, request_id: str, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        metrics: RouterMetrics,
+        endpoint: Endpoint,
+        request_id: str,
+        clock: Callable[[], float],
+        span: Span | None = None,
+    ) -> None:
         self._metrics = metrics
         self._endpoint = endpoint
         self._clock = clock
         self._request_id = request_id
+        self._span = span
         self._arrived_s = clock()
         self._outputs: dict[int, Timeline] = {}  # by choice
         self._request: GenerateRequest | None = None
@@ -50,11 +68,12 @@ class Meter:
         self._metrics.vllm.waiting.inc()
         return self
 
-    def accepted(self, request: GenerateRequest) -> None:
-        """The request passed the front's checks and goes to the dispatcher."""
+    def accepted(self, request: GenerateRequest) -> GenerateRequest:
+        """The request passed the front's checks and goes to the dispatcher, with its place in the trace."""
         self._request = request
         self._metrics.prompt_tokens.inc(request.num_prompt_tokens)
         self._metrics.vllm.prompt_tokens.observe(request.num_prompt_tokens)
+        return request if self._span is None else replace(request, traceparent=self._span.traceparent)
 
     def tokens(self, count: int, choice: int = 0) -> None:
         """`count` tokens of a choice go out now."""
@@ -98,7 +117,10 @@ class Meter:
             vllm.finished(self._finish_reason)
             vllm.output_tokens.observe(self._num_output_tokens)
             vllm.end_to_end_s.observe(self._clock() - self._arrived_s)
-        self._log(outcome, error)
+        fields = self._fields(outcome, error)
+        log_state(logger, request_id=self._request_id, state="ended", **fields)
+        if self._span is not None:
+            self._end_span(self._span, fields, outcome, error)
 
     @property
     def _tpots_s(self) -> list[float]:
@@ -132,24 +154,33 @@ class Meter:
             case _:
                 return Outcome.FAILED
 
-    def _log(self, outcome: Outcome, error: BaseException | None) -> None:
+    def _fields(self, outcome: Outcome, error: BaseException | None) -> dict[str, Any]:
         request, usage, tpots_s = self._request, self._usage, self._tpots_s
         ttfts_s = [output.ttft_s for output in self._outputs.values() if output.ttft_s is not None]
-        log_state(
-            logger,
-            request_id=self._request_id,
-            state="ended",
-            endpoint=self._endpoint,
-            outcome=outcome,
-            finish_reason=self._finish_reason,
-            tenant=(request.tenant or None) if request else None,
-            prompt_tokens=request.num_prompt_tokens if request else None,
-            choices=request.num_choices if request and request.num_choices > 1 else None,
-            output_tokens=self._num_output_tokens,
-            cached_tokens=usage.cached_tokens if usage else None,
-            seed=request.sampling.seed if request and request.sampling.temperature > 0 else None,
-            ttft_s=min(ttfts_s, default=None),
-            tpot_s=fmean(tpots_s) if tpots_s else None,
-            reason=error.reason if isinstance(error, Rejected) else None,
-            error=None if error is None else str(error) or type(error).__name__,
-        )
+        return {
+            "trace_id": None if self._span is None else self._span.trace_id,
+            "endpoint": self._endpoint,
+            "outcome": outcome,
+            "finish_reason": self._finish_reason,
+            "tenant": (request.tenant or None) if request else None,
+            "prompt_tokens": request.num_prompt_tokens if request else None,
+            "choices": request.num_choices if request and request.num_choices > 1 else None,
+            "output_tokens": self._num_output_tokens,
+            "cached_tokens": usage.cached_tokens if usage else None,
+            "seed": request.sampling.seed if request and request.sampling.temperature > 0 else None,
+            "ttft_s": min(ttfts_s, default=None),
+            "tpot_s": fmean(tpots_s) if tpots_s else None,
+            "reason": error.reason if isinstance(error, Rejected) else None,
+            "error": None if error is None else str(error) or type(error).__name__,
+        }
+
+    def _end_span(self, span: Span, fields: Mapping[str, Any], outcome: Outcome, error: BaseException | None) -> None:
+        span.set({_GEN_AI.get(name, f"tandem.{name}"): value for name, value in fields.items()})
+        span.set({"tandem.request_id": self._request_id})
+        if self._finish_reason is not None:
+            span.set({"gen_ai.response.finish_reasons": (self._finish_reason,)})
+        if outcome is Outcome.OK or error is None:
+            span.end()
+        else:
+            span.set({"error.type": error.reason if isinstance(error, Rejected) else type(error).__name__})
+            span.end(str(error) or type(error).__name__)

@@ -20,7 +20,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from core.errors import BadRequest, TandemError
 from core.request import GenerateRequest, PromptLogprobs
-from router.front.caller import AUTHORIZATION, SLO_TTFT, Caller, only
+from router.front.caller import AUTHORIZATION, SLO_TTFT, TRACEPARENT, Caller, only
 from router.front.errors import EdgeError, edge_error, renamed
 from router.front.generation import Front, TextDelta
 from router.front.intake import MODEL_NOT_FOUND
@@ -104,7 +104,7 @@ class OpenAiEndpoints:
 
     async def _serve(self, http: web.Request, endpoint: Endpoint, kind: type[Body], shape: Shape) -> web.StreamResponse:
         request_id = http[REQUEST_ID]
-        with self._front.meter(endpoint, request_id) as meter:
+        with self._front.meter(endpoint, request_id, http.headers.getall(TRACEPARENT, [])) as meter:
             caller = self._caller(http)
             body = parse_body(await _read(http), kind)
             try:

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import pytest
 
+from tests.acceptance.otlp_receiver import OtlpReceiver
 from tests.acceptance.running_cluster import RunningCluster, running_cluster
 
 SHAPES: Final[dict[str, tuple[tuple[str, ...], dict[str, Any]]]] = {  # flags and settings, by fixture
@@ -30,11 +31,14 @@ class SharedClusters:
         self._shape = ""
         self._running = ExitStack()
         self._cluster: RunningCluster | None = None
+        self.collector = OtlpReceiver()
 
     def use(self, shape: str) -> RunningCluster:
         if self._cluster is None or self._shape != shape:
             self.stop()
             flags, settings = SHAPES[shape]
+            # Only requests that bring a traceparent are traced.
+            settings = {"trace_endpoint": self.collector.endpoint, "trace_ratio": 0.0, **settings}
             folder = self._folders.mktemp(shape)
             self._cluster = self._running.enter_context(running_cluster(self._model_folder, folder, *flags, **settings))
             self._shape = shape
@@ -58,6 +62,13 @@ def clusters(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> It
     shared = SharedClusters(model_folder, tmp_path_factory)
     yield shared
     shared.stop()
+    shared.collector.close()
+
+
+@pytest.fixture
+def collector(clusters: SharedClusters) -> OtlpReceiver:
+    """Where the shared clusters send their traces."""
+    return clusters.collector
 
 
 @pytest.fixture

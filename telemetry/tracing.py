@@ -1,0 +1,103 @@
+"""Spans of requests across processes, sent by OTLP over HTTP. Imported only where a collector is configured.
+
+A span's place in its trace travels as a W3C `traceparent`: in an HTTP header, in gRPC metadata, in commands to workers.
+Spans that have ended wait in a bounded queue, which a thread sends: a collector that is slow or away costs spans, never
+a request.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from opentelemetry import trace
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import SpanLimits, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
+from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+Attribute = str | int | float | bool | tuple[str, ...]
+
+SEND_TIMEOUT_S: Final = 5.0  # for one batch, repetitions included
+MAX_WAITING_SPANS: Final = 4096  # a few MB
+MAX_EVENTS: Final = 64  # of one span: a long prompt has many chunks
+_W3C: Final = TraceContextTextMapPropagator()
+
+
+@dataclass(frozen=True, slots=True)
+class TraceConfig:
+    """endpoint: a collector's URL of traces, http://collector:4318/v1/traces. ratio: of the requests that come without
+    a decision of their caller's, the part that is traced."""
+
+    endpoint: str
+    ratio: float
+
+
+class Span:
+    """One that is sampled. Attributes and events may be added until it ends."""
+
+    def __init__(self, span: trace.Span) -> None:
+        self._span = span
+
+    @property
+    def traceparent(self) -> str:
+        """For a child, in this process or another."""
+        carrier: dict[str, str] = {}
+        _W3C.inject(carrier, trace.set_span_in_context(self._span))
+        return carrier["traceparent"]
+
+    @property
+    def trace_id(self) -> str:
+        """As 32 hexadecimal digits."""
+        return trace.format_trace_id(self._span.get_span_context().trace_id)
+
+    def set(self, attributes: Mapping[str, Attribute | None]) -> None:
+        """Those that are None are left out."""
+        self._span.set_attributes({name: value for name, value in attributes.items() if value is not None})
+
+    def event(self, name: str, attributes: Mapping[str, Attribute]) -> None:
+        self._span.add_event(name, attributes)
+
+    def end(self, error: str | None = None) -> None:
+        """error: why what it stands for failed. Only the first call counts."""
+        if error is not None and self._span.is_recording():
+            self._span.set_status(trace.StatusCode.ERROR, error)
+        self._span.end()
+
+
+class Tracer:
+    """One process's. service: what it is; instance: which one of them. exporter: for tests."""
+
+    def __init__(self, config: TraceConfig, service: str, instance: str, exporter: SpanExporter | None = None) -> None:
+        self._exporter = exporter or OTLPSpanExporter(endpoint=config.endpoint, timeout=SEND_TIMEOUT_S)
+        self._processor = BatchSpanProcessor(self._exporter, max_queue_size=MAX_WAITING_SPANS)
+        provider = TracerProvider(
+            sampler=ParentBased(TraceIdRatioBased(config.ratio)),
+            resource=Resource.create({"service.name": service, "service.instance.id": instance}),
+            span_limits=SpanLimits(max_events=MAX_EVENTS),
+            shutdown_on_exit=False,  # it would wait for a collector that is away
+        )
+        provider.add_span_processor(self._processor)
+        self._tracer = provider.get_tracer("tandem")
+
+    def start(self, name: str, parent: str | None, *, serves: bool = False, start_ns: int | None = None) -> Span | None:
+        """None: not sampled, so that nothing is to be done below it either.
+
+        parent: a traceparent; one that is malformed counts as none. serves: it answers another process. start_ns: when
+        it began, by time.time_ns; None: now.
+        """
+        context = _W3C.extract({"traceparent": parent} if parent else {})
+        kind = trace.SpanKind.SERVER if serves else trace.SpanKind.INTERNAL
+        span = self._tracer.start_span(name, context, kind, start_time=start_ns)
+        return Span(span) if span.is_recording() else None
+
+    def close(self, timeout_s: float) -> None:
+        """Send what waits, for so long at most; the rest is lost. Blocks."""
+        sending = threading.Thread(target=self._processor.force_flush, daemon=True)
+        sending.start()
+        sending.join(timeout_s)
+        self._exporter.shutdown()  # ends what still waits to be sent again
