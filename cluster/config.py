@@ -109,6 +109,14 @@ class ClusterConfig:
     """Where routers and workers send traces, by OTLP over HTTP: http://collector:4318/v1/traces; empty: nowhere."""
     trace_ratio: float = 1.0
     """The part of the requests that is traced, of those whose caller sends no W3C `traceparent`, which decides."""
+    slo_ttft_s: float = 2.5
+    """What is promised of a first token: metrics and alerts count what was kept."""
+    slo_itl_s: float = 0.1
+    """What is promised of a gap between tokens."""
+    prefill_price_per_hour: float = 0.0
+    """What an hour of a prefill worker's place costs, in any currency, for the cost of a token; 0: not known."""
+    decode_price_per_hour: float = 0.0
+    """The same for a decode worker's place."""
     drain_timeout_s: float = 5.0
     """How long running requests may go on after a stop was asked for."""
     drain_finish_s: float = 2.0
@@ -140,6 +148,10 @@ class ClusterConfig:
         require_range("drain_finish_s", self.drain_finish_s, 0.0, 3600.0)
         if self.trace_endpoint and not self.trace_endpoint.startswith(("http://", "https://")):
             raise BadRequest("trace_endpoint", f"must be an http:// or https:// URL, got {self.trace_endpoint!r}")
+        for name in ("slo_ttft_s", "slo_itl_s"):
+            require_range(name, getattr(self, name), 0.001, 3600.0)
+        require_range("prefill_price_per_hour", self.prefill_price_per_hour, 0.0, 1e6)
+        require_range("decode_price_per_hour", self.decode_price_per_hour, 0.0, 1e6)
         require_range("trace_ratio", self.trace_ratio, 0.0, 1.0)
         # What a router or a worker would refuse is refused here already.
         DispatcherConfig(local_prefill_cost=self.local_prefill_cost)
@@ -193,7 +205,9 @@ def worker_config(cluster: ClusterConfig, worker_id: str, incarnation: str, role
     """A worker's share of the cluster's settings; `rest` holds what only the launcher knows."""
     shared = {item.name for item in fields(WorkerConfig)} & {item.name for item in fields(ClusterConfig)}
     values = {name: getattr(cluster, name) for name in shared} | rest
-    return WorkerConfig(worker_id=worker_id, incarnation=incarnation, role=role, **values)
+    place = dict(cluster.roles).get(worker_id, role)  # its hardware, whatever it serves as
+    price = cluster.prefill_price_per_hour if place is Role.PREFILL else cluster.decode_price_per_hour
+    return WorkerConfig(worker_id=worker_id, incarnation=incarnation, role=role, price_per_hour=price, **values)
 
 
 def router_config(cluster: ClusterConfig) -> RouterConfig:

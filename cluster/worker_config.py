@@ -70,6 +70,8 @@ class WorkerConfig:
     """As in ClusterConfig, after SIGTERM."""
     drain_finish_s: float = 2.0
     """As in ClusterConfig, after SIGTERM."""
+    price_per_hour: float = 0.0
+    """What an hour of its place costs; 0: not known."""
     trace_endpoint: str = ""
     """As in ClusterConfig."""
     log_file: Path | None = None

@@ -51,12 +51,14 @@ from core.messages import (
 from core.request import Grammar, TokenDelta
 from decode_worker.service import DecodeService
 from decode_worker.session import DecodeConfig, DecodeSession
+from engine.gpu.device import gpu_uuid
 from engine.loop import EngineLoop, StepReport
 from engine.step import Progress
 from kv_transfer.driver import Outcome, PushReport
 from kv_transfer.prefix_index import NoPrefixIndex, PrefixIndex, RedisPrefixIndex
 from prefill_worker.service import PrefillService
 from prefill_worker.session import PrefillConfig, PrefillSession
+from telemetry.energy import gpu_energy
 from telemetry.logs import log_state
 from telemetry.tasks import EXIT_INVARIANT_BROKEN, BackgroundTasks, end_process
 from telemetry.worker_metrics import PushOutcome, WorkerMetrics, WorkerState
@@ -86,6 +88,7 @@ class WorkerHost:
         self._tracer = _tracer(config, self._ref)
         self._traces = WorkerTraces(self._tracer, str(self._ref))
         self._engine: Engine = await asyncio.to_thread(build_engine, config)
+        self._energy = gpu_energy(gpu_uuid(self._engine.runner.kv_pool))
         self._build_transfer()
         scheduler, handoffs = self._engine.scheduler, self._transfer.handoffs
         self._role = WorkerRole(config.role, self._make_service, self._streams.send, scheduler, handoffs)
@@ -315,7 +318,15 @@ class WorkerHost:
         self._metrics.push_done(outcome, num_bytes, push.wait_s, push.push_s, push.exposed_s)
 
     def _state(self) -> WorkerState:
-        return read_state(self._engine, self._transfer, self._index, len(self._role.service), self._orphaned_blocks)
+        return read_state(
+            self._engine,
+            self._transfer,
+            self._index,
+            len(self._role.service),
+            self._orphaned_blocks,
+            self._config.price_per_hour,
+            self._energy,
+        )
 
     # --- the end of a worker that is broken -----------------------------------------------------------------------
 

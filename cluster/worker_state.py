@@ -5,13 +5,20 @@ from __future__ import annotations
 from cluster.worker_engine import Engine
 from cluster.worker_transfer import Transfer
 from kv_transfer.prefix_index import PrefixIndex
+from telemetry.energy import GpuEnergy
 from telemetry.worker_metrics import WorkerState
 
 
 def read_state(
-    engine: Engine, transfer: Transfer, index: PrefixIndex, open_requests: int, orphaned_blocks: int
+    engine: Engine,
+    transfer: Transfer,
+    index: PrefixIndex,
+    open_requests: int,
+    orphaned_blocks: int,
+    price_per_hour: float,
+    energy: GpuEnergy | None,
 ) -> WorkerState:
-    """Plain numbers, as they are now; called in the scraping thread."""
+    """Plain numbers, as they are now; called in the scraping thread. price_per_hour: 0 is not known."""
     load, pushes = engine.scheduler.load(), transfer.transport.stats()
     return WorkerState(
         free_blocks=load.free_blocks,
@@ -29,4 +36,6 @@ def read_state(
         index_lookups=index.stats.lookups,
         index_hit_blocks=index.stats.hit_blocks,
         index_failures=index.stats.failures,
+        price_per_hour=price_per_hour or None,
+        energy_joules=None if energy is None else energy.joules(),
     )

@@ -38,7 +38,7 @@ class RouterConfig:
     may go on after a stop. max_context_tokens: what one worker's KV pool holds, when the model's context is longer.
     max_workers: most that register. Ports: 0 takes any free one. policy_file: see router/policy_file.py; None: none.
     redis_url: where routers share the tenants' limits; None: each has its own. trace_endpoint, trace_ratio: see
-    telemetry/tracing.py; empty: no traces.
+    telemetry/tracing.py; empty: no traces. slo_ttft_s, slo_itl_s: see telemetry/slo_metrics.py.
 
     The registry has a port of its own because whoever reaches it is believed: a death reported there frees blocks."""
 
@@ -58,6 +58,8 @@ class RouterConfig:
     redis_url: str | None = None
     trace_endpoint: str = ""
     trace_ratio: float = 1.0
+    slo_ttft_s: float = 2.5
+    slo_itl_s: float = 0.1
     dispatcher: DispatcherConfig = field(default_factory=DispatcherConfig)
 
     def __post_init__(self) -> None:

@@ -18,6 +18,7 @@ from tandem.v1 import worker_pb2_grpc
 from engine.digest import weights_digest
 from engine.model_config import ModelConfig
 from engine.tokenizer import Tokenizer
+from router.admission.policy import Band
 from router.config import RouterConfig, RouterEndpoints
 from router.front.generation import Front
 from router.front.grammar_gate import GrammarGate
@@ -28,6 +29,7 @@ from router.live import LiveDispatcher
 from router.policy_file import Policy, follow_policy, read_policy
 from router.registry_service import SERVICE_NAME, RegistryServicer
 from telemetry.router_metrics import PolicyMetrics, RouterMetrics, RouterStateCollector, RoutingMetrics
+from telemetry.slo_metrics import SloTargets
 from telemetry.tasks import EXIT_INVARIANT_BROKEN, BackgroundTasks, end_process
 
 if TYPE_CHECKING:  # it loads OpenTelemetry
@@ -65,7 +67,8 @@ class RouterProcess:
         registry.register(RouterStateCollector(self._dispatcher.state, config.model_name))
         tokenizer = Tokenizer.load(config.model_folder)
         model = _served_model(config, tokenizer)
-        metrics = RouterMetrics(registry, config.model_name)
+        slo = SloTargets(config.slo_ttft_s, config.slo_itl_s)
+        metrics = RouterMetrics(registry, config.model_name, slo, tuple(Band))
         self._grammars = GrammarGate(config.model_folder, model.vocab_size)
         self._tasks.spawn(self._grammars.start())
         front = Front(self._dispatcher, tokenizer, model, metrics, self._grammars.check, tracer=self._tracer)

@@ -16,6 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from telemetry.buckets import DURATION_BUCKETS_S, TOKEN_BUCKETS, TPOT_BUCKETS_S, TTFT_BUCKETS_S
+from telemetry.slo_metrics import DEFAULT_TARGETS, SloMetrics, SloTargets
 
 
 class Outcome(StrEnum):
@@ -30,9 +31,15 @@ class Outcome(StrEnum):
 
 
 class RouterMetrics:
-    """What the router's fronts and dispatcher count."""
+    """What the router's fronts and dispatcher count. bands: what SLOs are counted apart by."""
 
-    def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        model_name: str,
+        slo: SloTargets = DEFAULT_TARGETS,
+        bands: tuple[str, ...] = ("interactive", "batch"),
+    ) -> None:
         self.registry = registry
         self.requests = Counter(
             "tandem_requests_total", "Requests that ended.", ["endpoint", "outcome"], registry=registry
@@ -53,6 +60,7 @@ class RouterMetrics:
         self.kv_bytes_moved = Counter(
             "tandem_kv_bytes_moved_total", "KV bytes moved between workers for requests.", registry=registry
         )
+        self.slo = SloMetrics(registry, slo, bands)
         self.vllm = VllmRouterMetrics(registry, model_name)
 
 
@@ -74,6 +82,11 @@ class VllmRouterMetrics:
         self.ttft_s = histogram("vllm:time_to_first_token_seconds", "Arrival to first token.", TTFT_BUCKETS_S)
         self.inter_token_s = histogram("vllm:inter_token_latency_seconds", "Gaps between tokens.", TPOT_BUCKETS_S)
         self.end_to_end_s = histogram("vllm:e2e_request_latency_seconds", "Arrival to last token.", DURATION_BUCKETS_S)
+        self.tpot_s = histogram(
+            "vllm:request_time_per_output_token_seconds", "Time per output token, by request.", TPOT_BUCKETS_S
+        )
+        self.all_prompt_tokens = counter("vllm:prompt_tokens_total", "Prompt tokens accepted.")
+        self.all_output_tokens = counter("vllm:generation_tokens_total", "Tokens sent to clients.")
         self.prompt_tokens = histogram("vllm:request_prompt_tokens", "Prompt tokens by request.", TOKEN_BUCKETS)
         self.output_tokens = histogram("vllm:request_generation_tokens", "Output tokens by request.", TOKEN_BUCKETS)
         self.prefix_queries = counter("vllm:prefix_cache_queries_total", "Prompt tokens looked up in prefix caches.")

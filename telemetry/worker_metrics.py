@@ -53,7 +53,8 @@ class TransferPart(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class WorkerState:
-    """What a worker is asked for at each scrape: gauges as they are now, totals since start."""
+    """What a worker is asked for at each scrape: gauges as they are now, totals since start. What is None is not known,
+    and no series says anything of it."""
 
     free_blocks: int
     used_blocks: int
@@ -70,6 +71,8 @@ class WorkerState:
     index_lookups: int
     index_hit_blocks: int
     index_failures: int
+    price_per_hour: float | None
+    energy_joules: float | None
 
 
 class WorkerMetrics:
@@ -179,3 +182,7 @@ class WorkerStateCollector(Collector):
         yield CounterMetricFamily(
             "tandem_prefix_index_errors", "Calls to it that failed or timed out.", state.index_failures
         )
+        if state.price_per_hour is not None:
+            yield GaugeMetricFamily("tandem_worker_price_per_hour", "What its place costs.", state.price_per_hour)
+        if state.energy_joules is not None:
+            yield CounterMetricFamily("tandem_worker_energy_joules", "Energy of its GPU.", state.energy_joules)

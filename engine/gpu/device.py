@@ -115,3 +115,8 @@ def as_tensor(values: array[int]) -> torch.Tensor:
     """The same memory, [len(values)], int32 or int64."""
     dtype = DTYPES[values.typecode]
     return torch.frombuffer(values, dtype=dtype) if values else torch.empty(0, dtype=dtype)
+
+
+def gpu_uuid(tensor: torch.Tensor) -> str | None:
+    """The name that NVML has for the GPU whose memory holds `tensor`; None: it is the host's."""
+    return f"GPU-{torch.cuda.get_device_properties(tensor.device).uuid}" if tensor.is_cuda else None

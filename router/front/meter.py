@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from enum import StrEnum
@@ -14,6 +15,8 @@ from typing import TYPE_CHECKING, Any, Final, Self
 from core.errors import BadRequest, Rejected, Unauthenticated
 from core.request import FinishReason, GenerateRequest
 from core.timeline import Timeline
+from router.admission.admission import band_of
+from router.admission.policy import Band
 from router.front.usage import Usage
 from telemetry.logs import log_state
 from telemetry.router_metrics import Outcome, RouterMetrics
@@ -73,6 +76,7 @@ class Meter:
         self._request = request
         self._metrics.prompt_tokens.inc(request.num_prompt_tokens)
         self._metrics.vllm.prompt_tokens.observe(request.num_prompt_tokens)
+        self._metrics.vllm.all_prompt_tokens.inc(request.num_prompt_tokens)
         return request if self._span is None else replace(request, traceparent=self._span.traceparent)
 
     def tokens(self, count: int, choice: int = 0) -> None:
@@ -84,9 +88,12 @@ class Meter:
             self._first_token(now_s - self._arrived_s)
         output = self._outputs.setdefault(choice, Timeline(self._arrived_s))
         if output.last_token_s is not None:
-            self._metrics.vllm.inter_token_s.observe((now_s - output.last_token_s) / count)
+            gap_s = (now_s - output.last_token_s) / count
+            self._metrics.vllm.inter_token_s.observe(gap_s)
+            self._metrics.slo.gap(self._band, gap_s)
         output.tokens(count, now_s)
         self._metrics.output_tokens.inc(count)
+        self._metrics.vllm.all_output_tokens.inc(count)
 
     def finished(self, reason: FinishReason, usage: Usage) -> None:
         """The generation came to its own end."""
@@ -113,6 +120,8 @@ class Meter:
             self._metrics.rejected.labels(error.reason).inc()
         for tpot_s in self._tpots_s:
             self._metrics.tpot_s.observe(tpot_s)
+            vllm.tpot_s.observe(tpot_s)
+        self._count_slo(outcome)
         if outcome is Outcome.OK and self._finish_reason is not None:
             vllm.finished(self._finish_reason)
             vllm.output_tokens.observe(self._num_output_tokens)
@@ -121,6 +130,24 @@ class Meter:
         log_state(logger, request_id=self._request_id, state="ended", **fields)
         if self._span is not None:
             self._end_span(self._span, fields, outcome, error)
+
+    def _count_slo(self, outcome: Outcome) -> None:
+        """Not of a caller that was wrong, or left while it could still be served in time."""
+        failed = outcome in (Outcome.REJECTED, Outcome.FAILED)
+        ttfts_s = self._ttfts_s
+        if outcome in (Outcome.BAD_REQUEST, Outcome.UNAUTHENTICATED):
+            return
+        waited_s = math.inf if failed else self._clock() - self._arrived_s
+        if ttfts_s or failed or waited_s > self._metrics.slo.targets.ttft_s:
+            self._metrics.slo.ended(self._band, min(ttfts_s, default=waited_s), self._tpots_s, failed=failed)
+
+    @property
+    def _band(self) -> Band:
+        return Band.INTERACTIVE if self._request is None else band_of(self._request)
+
+    @property
+    def _ttfts_s(self) -> list[float]:
+        return [output.ttft_s for output in self._outputs.values() if output.ttft_s is not None]
 
     @property
     def _tpots_s(self) -> list[float]:
@@ -156,7 +183,6 @@ class Meter:
 
     def _fields(self, outcome: Outcome, error: BaseException | None) -> dict[str, Any]:
         request, usage, tpots_s = self._request, self._usage, self._tpots_s
-        ttfts_s = [output.ttft_s for output in self._outputs.values() if output.ttft_s is not None]
         return {
             "trace_id": None if self._span is None else self._span.trace_id,
             "endpoint": self._endpoint,
@@ -168,7 +194,7 @@ class Meter:
             "output_tokens": self._num_output_tokens,
             "cached_tokens": usage.cached_tokens if usage else None,
             "seed": request.sampling.seed if request and request.sampling.temperature > 0 else None,
-            "ttft_s": min(ttfts_s, default=None),
+            "ttft_s": min(self._ttfts_s, default=None),
             "tpot_s": fmean(tpots_s) if tpots_s else None,
             "reason": error.reason if isinstance(error, Rejected) else None,
             "error": None if error is None else str(error) or type(error).__name__,

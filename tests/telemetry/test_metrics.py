@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from prometheus_client import CollectorRegistry, generate_latest
 
 from telemetry.router_metrics import PolicyMetrics, RouterMetrics, RouterState, RouterStateCollector, RoutingMetrics
@@ -26,19 +28,25 @@ ROUTER_FAMILIES = {
     "tandem_router_waiting_requests",
     "tandem_router_workers",
     "tandem_router_workers_lost",
+    "tandem_slo_gaps",
+    "tandem_slo_requests",
+    "tandem_slo_target_seconds",
     "tandem_tpot_seconds",
     "tandem_ttft_seconds",
     "vllm:cache_config_info",
     "vllm:e2e_request_latency_seconds",
     "vllm:inter_token_latency_seconds",
+    "vllm:generation_tokens",
     "vllm:kv_cache_usage_perc",
     "vllm:num_requests_running",
     "vllm:num_requests_waiting",
     "vllm:prefix_cache_hits",
     "vllm:prefix_cache_queries",
+    "vllm:prompt_tokens",
     "vllm:request_generation_tokens",
     "vllm:request_prompt_tokens",
     "vllm:request_success",
+    "vllm:request_time_per_output_token_seconds",
     "vllm:time_to_first_token_seconds",
 }
 WORKER_FAMILIES = {
@@ -57,9 +65,11 @@ WORKER_FAMILIES = {
     "tandem_prefix_index_errors",
     "tandem_prefix_lookups",
     "tandem_worker_blocks",
+    "tandem_worker_energy_joules",
     "tandem_worker_open_requests",
     "tandem_worker_orphaned_blocks",
     "tandem_worker_preemptions",
+    "tandem_worker_price_per_hour",
     "tandem_worker_running_requests",
     "tandem_worker_step_seconds",
     "tandem_worker_tokens",
@@ -83,6 +93,8 @@ STATE = WorkerState(
     index_lookups=7,
     index_hit_blocks=8,
     index_failures=9,
+    price_per_hour=2.5,
+    energy_joules=12.0,
 )
 
 
@@ -124,5 +136,15 @@ def test_worker_numbers() -> None:
         'tandem_kv_transfer_stage_seconds_count{stage="verify"} 2.0',
         "tandem_kv_transfer_damaged_pushes_total 1.0",
         "tandem_kv_transfer_zombies 1.0",
+        "tandem_worker_price_per_hour 2.5",
+        "tandem_worker_energy_joules_total 12.0",
     ):
         assert line in lines, line
+
+
+def test_what_is_not_known_has_no_series() -> None:
+    """A CPU's energy is not 0, and a worker without a price is not free."""
+    registry = CollectorRegistry()
+    WorkerMetrics(registry, lambda: replace(STATE, price_per_hour=None, energy_joules=None))
+    names = {family.name for family in registry.collect()}
+    assert WORKER_FAMILIES - names == {"tandem_worker_energy_joules", "tandem_worker_price_per_hour"}

@@ -1,0 +1,65 @@
+"""What a GPU has used, where NVML tells. A CPU tells nothing: there is no figure then, rather than a wrong one."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Final, Protocol
+
+from telemetry.logs import log_state
+
+logger = logging.getLogger(__name__)
+
+JOULES_PER_MILLIJOULE: Final = 0.001
+
+
+class Nvml(Protocol):
+    """What is used of the module pynvml. Every call may raise NVMLError."""
+
+    NVMLError: type[Exception]
+
+    def nvmlInit(self) -> None: ...
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> Any: ...
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle: Any) -> int:
+        """Millijoules since the driver was loaded; Volta and newer."""
+        ...
+
+
+class GpuEnergy:
+    """One GPU's, since this was made. Raises: NVMLError: it does not tell."""
+
+    def __init__(self, nvml: Nvml, gpu_uuid: str) -> None:
+        self._nvml = nvml
+        nvml.nvmlInit()
+        self._handle = nvml.nvmlDeviceGetHandleByUUID(gpu_uuid)
+        self._first_mj = self._read_mj()
+
+    def joules(self) -> float | None:
+        """None: it does not tell any more, as after a driver was lost."""
+        try:
+            return (self._read_mj() - self._first_mj) * JOULES_PER_MILLIJOULE
+        except self._nvml.NVMLError:
+            return None
+
+    def _read_mj(self) -> int:
+        return self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle)
+
+
+def gpu_energy(gpu_uuid: str | None) -> GpuEnergy | None:
+    """Of a GPU by its UUID, as NVML writes it: "GPU-..." ; None: of nothing."""
+    if gpu_uuid is None:
+        return None
+    # Imported here: only where there is a GPU.
+    import pynvml
+
+    return told_energy(pynvml, gpu_uuid)
+
+
+def told_energy(nvml: Nvml, gpu_uuid: str) -> GpuEnergy | None:
+    """None where NVML does not tell; the log says why."""
+    try:
+        return GpuEnergy(nvml, gpu_uuid)
+    except nvml.NVMLError as error:
+        log_state(logger, logging.WARNING, gpu=gpu_uuid, state="energy not told", reason=str(error))
+        return None
