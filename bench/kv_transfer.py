@@ -5,7 +5,8 @@
 For each size of a block, rounds of four ways in turn to move the same scattered blocks: `NixlTransport.push`, a bare
 NIXL loop (same library, same target, no asyncio and no queue), a TCP socket over loopback, and a copy in one process.
 The last column is a push of one block: its fixed cost. Ratios are medians of the rounds' own ratios: other work on the
-cores moves every figure, so compare within one run only. Then what the idle thread takes of a core. About a minute.
+cores moves every figure, so compare within one run only. Then how long the target's answer to a push of one small block
+takes, at once and after a rest, and what the idle thread takes of a core. About a minute and a half.
 """
 
 from __future__ import annotations
@@ -34,13 +35,17 @@ from kv_transfer.nixl import NixlTransport
 from kv_transfer.nixl_library import load_nixl
 from kv_transfer.nixl_probe import Envelope
 from kv_transfer.pool import MemoryPool
-from kv_transfer.transport import PeerLink, PoolDescription
+from kv_transfer.transport import PoolDescription
 
 BLOCK_SIZES: Final = (16 << 10, 64 << 10, 256 << 10, 720 << 10, 2880 << 10)  # 720 KiB: SmolLM2-135M, 16 tokens, float32
 POOL_BYTES: Final = 135 << 20
 PUSH_BYTES: Final = 45 << 20  # 1,024 tokens of that model
 TIME_LIMIT_S: Final = 20.0  # for each size of a block
-IDLE_S: Final = 3.0
+IDLE_S: Final = 30.0
+REST_S: Final = 0.05
+NUM_ANSWERS: Final = 100
+BOUND_S: Final = 10.0
+ASK, ANSWER = b"answer", b"answered"
 IDENTITY: Final = CacheIdentity(1, "bench", "bench", "float32", "bench", 16, 30, 3, 64, 1, "bench")
 
 PUSH, BARE, SOCKET, COPY = "push", "bare NIXL", "TCP socket", "copy"  # the ways, as they are named in the table
@@ -58,14 +63,24 @@ def memory_pool(blocks: np.ndarray) -> MemoryPool:
 
 
 async def be_target(block_bytes: int) -> None:
-    """The other process: a transport, and a socket that receives blocks in place."""
+    """The other process: a transport that answers, and a socket that receives blocks in place."""
     blocks = make_pool(block_bytes, 0)
     transport = NixlTransport(WorkerRef("target", str(os.getpid())), IDENTITY, memory_pool(blocks))
-    transport.listen(lambda *_: None, lambda _: None)
+    answers: set[asyncio.Task[None]] = set()
+
+    def heard(sender: WorkerRef, notice: bytes) -> None:
+        if notice == ASK:
+            task = asyncio.ensure_future(transport.notify(sender, ANSWER))
+            answers.add(task)
+            task.add_done_callback(answers.discard)
+
+    transport.listen(heard, lambda _: None)
     listener = socket.create_server(("127.0.0.1", 0))
     threading.Thread(target=receive_blocks, args=(listener, blocks), daemon=True).start()
     hello = (transport.describe(), listener.getsockname()[1])
     print(base64.b64encode(pickle.dumps(hello)).decode(), flush=True)
+    await transport.connect(pickle.loads(base64.b64decode(await asyncio.to_thread(sys.stdin.readline))))
+    print("connected", flush=True)
     await asyncio.to_thread(sys.stdin.read)
     await transport.close()
 
@@ -88,11 +103,15 @@ def receive_into(connection: socket.socket, view: memoryview) -> None:
 
 
 @contextmanager
-def target_process(block_bytes: int) -> Iterator[tuple[PoolDescription, int]]:
+def target_process(block_bytes: int, source: PoolDescription) -> Iterator[tuple[PoolDescription, int]]:
     command = [sys.executable, "-m", "bench.kv_transfer", "--target", str(block_bytes)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdin is not None and process.stdout is not None
-        yield pickle.loads(base64.b64decode(process.stdout.readline()))
+        hello = process.stdout.readline()
+        process.stdin.write(base64.b64encode(pickle.dumps(source)) + b"\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == b"connected\n"
+        yield pickle.loads(base64.b64decode(hello))
         process.stdin.close()
 
 
@@ -186,6 +205,23 @@ def print_rows(block_bytes: int, large: dict[str, list[float]], one: dict[str, l
         print(f"| {block_bytes >> 10} KiB | {name} | {' | '.join(cells)} |", flush=True)
 
 
+async def answer_times(transport: NixlTransport, peer: WorkerRef, answers: asyncio.Queue[bytes]) -> str:
+    """From a push of one block to the target's answer to it, at once after the last answer and after a rest."""
+    texts: list[str] = []
+    for rest_s in (0.0, REST_S):
+        seconds: list[float] = []
+        for block in range(NUM_ANSWERS):
+            await asyncio.sleep(rest_s)
+            started_s = time.perf_counter()
+            async with asyncio.timeout(BOUND_S):
+                await transport.push(peer, [block % 8], [block % 8], ASK)
+                await answers.get()
+            seconds.append(time.perf_counter() - started_s)
+        median_s, p95_s = statistics.median(seconds), statistics.quantiles(seconds, n=20)[-1]
+        texts.append(f"{median_s * 1e6:.0f} (p95 {p95_s * 1e6:.0f}) after {rest_s * 1e3:.0f} ms")
+    return ", ".join(texts)
+
+
 def idle_share(transport: NixlTransport) -> float:
     """CPU time of the transport's thread while nothing moves, as a share of a core."""
     stat = FilePath(f"/proc/self/task/{transport._thread._thread.native_id}/stat")
@@ -206,28 +242,30 @@ def run(lane: str, rounds: int) -> None:
     print(f"| block | way | GB/s | to {BARE} | to {SOCKET} | to {COPY} | one block, us |")
     print("| --- " * 7 + "|")
     for block_bytes in BLOCK_SIZES:
-        with asyncio.Runner() as runner, target_process(block_bytes) as (peer, port):
-            blocks = make_pool(block_bytes, 7)
-            ref = WorkerRef("source", f"{os.getpid()}-{block_bytes}")
-            transport = NixlTransport(ref, IDENTITY, memory_pool(blocks))
-            link = runner.run(connect(transport, peer))
-            paths = {
-                PUSH: push_path(transport, peer, runner),
-                BARE: bare_nixl_path(blocks, peer),
-                SOCKET: socket_path(blocks, port),
-                COPY: memcpy_path(blocks),
-            }
-            large = measure(paths, len(blocks), PUSH_BYTES // block_bytes, rounds)
-            print_rows(block_bytes, large, measure(paths, len(blocks), 1, 10 * rounds))
-            share = idle_share(transport) if block_bytes == BLOCK_SIZES[-1] else None
-            runner.run(transport.close())
-    assert share is not None
-    print(f"lane: {link.lane}, probe {link.probe_gbps:.2f} GB/s; idle thread: {share:.1%} of a core")
+        blocks, answers = make_pool(block_bytes, 7), asyncio.Queue[bytes]()
+        transport = NixlTransport(WorkerRef("source", f"{os.getpid()}-{block_bytes}"), IDENTITY, memory_pool(blocks))
+        with asyncio.Runner() as runner:
+            runner.run(listen(transport, answers))
+            with target_process(block_bytes, transport.describe()) as (peer, port):
+                link = runner.run(transport.connect(peer))
+                paths = {
+                    PUSH: push_path(transport, peer, runner),
+                    BARE: bare_nixl_path(blocks, peer),
+                    SOCKET: socket_path(blocks, port),
+                    COPY: memcpy_path(blocks),
+                }
+                large = measure(paths, len(blocks), PUSH_BYTES // block_bytes, rounds)
+                print_rows(block_bytes, large, measure(paths, len(blocks), 1, 10 * rounds))
+                if block_bytes == BLOCK_SIZES[0]:
+                    took = runner.run(answer_times(transport, peer.ref, answers))
+                    share = idle_share(transport)
+                runner.run(transport.close())
+    print(f"lane: {link.lane}, probe {link.probe_gbps:.2f} GB/s; idle thread: {share:.2%} of a core")
+    print(f"one block and its answer, us: {took}")
 
 
-async def connect(transport: NixlTransport, peer: PoolDescription) -> PeerLink:
-    transport.listen(lambda *_: None, lambda _: None)
-    return await transport.connect(peer)
+async def listen(transport: NixlTransport, answers: asyncio.Queue[bytes]) -> None:
+    transport.listen(lambda _sender, notice: answers.put_nowait(notice), lambda _peer: None)
 
 
 def main() -> None:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from cluster.addresses import listening_address
 from cluster.kv_memory import TensorMemory, memory_of
 from cluster.worker_config import WorkerConfig
 from cluster.worker_engine import Engine
@@ -48,7 +49,7 @@ def build_transfer(
     pace = TransferPace(engine.block_bytes)
     policy = LoadFailurePolicy(config.kv_load_failure_policy)
     handoffs = HandoffSessions(me, engine.pool, lease, engine.pool.match, pace.bound_s, policy)
-    nixl = NixlConfig(interface=config.kv_interface)
+    nixl = NixlConfig(interface=config.kv_interface, address=listening_address(config))
     probe_memory = _probe_memory(engine, nixl.probe_bytes)
     scratch = None if probe_memory is None else memory_of(probe_memory, num_blocks=1)
     transport = _with_faults(NixlTransport(me, engine.identity, memory, nixl, scratch), me, config.kv_faults)

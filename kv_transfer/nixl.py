@@ -21,11 +21,13 @@ import numpy as np
 from core.errors import InvariantBroken, TransferFailed, WorkerLost
 from core.identity import CacheIdentity
 from core.membership import WorkerRef
+from kv_transfer.doorbell import Doorbell
 from kv_transfer.nixl_engine import NixlEngine
 from kv_transfer.nixl_library import TRANSPORT_VERSION, load_nixl
 from kv_transfer.nixl_operation import Completion
 from kv_transfer.nixl_probe import LANE_LOOPBACK, NUM_PROBES, Envelope, Probe, infer_path, network_bytes_sent, this_host
-from kv_transfer.nixl_thread import NixlThread, PollingPeriods
+from kv_transfer.nixl_thread import NixlThread
+from kv_transfer.polling import PollingPeriods
 from kv_transfer.pool import MemoryPool, require_blocks, require_compatible
 from kv_transfer.stats import TransportStats
 from kv_transfer.transport import LostHandler, NoticeHandler, PeerLink, PoolDescription
@@ -44,6 +46,7 @@ class NixlConfig:
     connect_timeout_s: float = 5.0  # from first byte to warm; covers a peer whose thread is busy copying
     drop_timeout_s: float = 2.0  # how long `drop` waits for what is in flight
     interface: str | None = None  # network interfaces for UCX, "lo" or "eth0,eth1"; None: every one it finds
+    address: str = "127.0.0.1"  # where peers' datagrams wake this worker's thread
     probe_bytes: int = 4 << 20  # size of the scratch region and of each bandwidth probe
     periods: PollingPeriods = field(default_factory=PollingPeriods)
 
@@ -88,8 +91,15 @@ class NixlTransport:
         self._on_notice: NoticeHandler | None = None
         self._on_peer_lost: LostHandler | None = None
         self._closing: asyncio.Task[None] | None = None
-        self._thread = NixlThread(self._open_engine, self._config.periods)
-        envelope = Envelope(scratch.base_address, scratch.total_bytes, this_host(), self._thread.engine.metadata())
+        self._doorbell = Doorbell(self._config.address)
+        self._thread = NixlThread(self._open_engine, self._doorbell, self._config.periods)
+        envelope = Envelope(
+            scratch.base_address,
+            scratch.total_bytes,
+            this_host(),
+            self._doorbell.address,
+            self._thread.engine.metadata(),
+        )
         self._description = PoolDescription(
             ref=ref,
             identity=identity,
@@ -165,7 +175,8 @@ class NixlTransport:
     async def _connect(self, peer: PoolDescription) -> PeerLink:
         envelope = Envelope.decode(peer.agent_metadata)
         scratch = envelope.scratch_of(peer)
-        await self._call(lambda engine: engine.add_peer(peer.ref, envelope.metadata, MemoryPool.of(peer), scratch))
+        pool = MemoryPool.of(peer)
+        await self._call(lambda engine: engine.add_peer(peer.ref, envelope.metadata, pool, scratch, envelope.bell))
         try:
             async with asyncio.timeout(self._config.connect_timeout_s):
                 link = await self._warm(peer.ref, scratch.total_bytes, envelope.host == this_host())
@@ -237,7 +248,15 @@ class NixlTransport:
 
     def _open_engine(self) -> NixlEngine:
         library = load_nixl(self._pool.memory_kind, self._config.interface)
-        return NixlEngine(library, str(self._ref), self._pool, self._scratch, self._notice_came, self._peer_was_lost)
+        return NixlEngine(
+            library,
+            str(self._ref),
+            self._pool,
+            self._scratch,
+            self._doorbell.ring,
+            self._notice_came,
+            self._peer_was_lost,
+        )
 
     def _notice_came(self, sender: WorkerRef, notice: bytes) -> None:
         """In the thread. Before `listen` notices wait in the inbox."""

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from core.errors import PeerRefused, TransferFailed, WorkerLost
 from core.membership import WorkerRef
+from kv_transfer.doorbell import BellAddress
 from kv_transfer.nixl_library import LOCAL_SIDE, NixlLibrary, prepare_blocks, register_region
 from kv_transfer.nixl_operation import Completion, Operation, Peer
 from kv_transfer.pool import MemoryPool
@@ -36,12 +37,17 @@ _NOTICE: Final = b"N"
 _GOODBYE: Final = b"G"  # its sender is closing
 _GOODBYE_POLLS: Final = 20  # notifications leave while their sender polls
 
+# A target that sleeps takes no part in a transfer over TCP. Less than it stays awake after a ring
+# (kv_transfer/polling.py).
+_RING_AGAIN_S: Final = 5e-3
+
 
 class NixlEngine:
     """One agent, its registered pool, and a scratch region that peers may write probes to.
 
     Args:
         scratch: memory that carries nothing; peers overwrite it when they connect.
+        ring: wake a peer's thread: something was posted to it.
         on_notice: (sender, notice).
         on_lost: an announced peer said goodbye or its endpoint is dead; told once.
     """
@@ -52,6 +58,7 @@ class NixlEngine:
         name: str,
         pool: MemoryPool,
         scratch: MemoryPool,
+        ring: Callable[[BellAddress], None],
         on_notice: Callable[[WorkerRef, bytes], None],
         on_lost: Callable[[WorkerRef], None],
     ) -> None:
@@ -59,6 +66,7 @@ class NixlEngine:
         self._agent = library.open_agent(name)
         self._pool = pool
         self._scratch = scratch
+        self._ring = ring
         self._on_notice = on_notice
         self._on_lost = on_lost
         self._peers: dict[WorkerRef, Peer] = {}
@@ -77,7 +85,9 @@ class NixlEngine:
         metadata: bytes = self._agent.get_agent_metadata()
         return metadata
 
-    def add_peer(self, ref: WorkerRef, metadata: bytes, pool: MemoryPool, scratch: MemoryPool) -> None:
+    def add_peer(
+        self, ref: WorkerRef, metadata: bytes, pool: MemoryPool, scratch: MemoryPool, bell: BellAddress
+    ) -> None:
         """Make ready to write to a peer.
 
         Raises: PeerRefused: the metadata is not that peer's, or does not cover its pool. WorkerLost: no route to
@@ -95,7 +105,7 @@ class NixlEngine:
         try:
             if name != str(ref):
                 raise PeerRefused("agent_metadata", str(ref), name)
-            self._peers[ref] = Peer(ref, prepare_blocks(self._agent, name, pool), scratch)
+            self._peers[ref] = Peer(ref, prepare_blocks(self._agent, name, pool), scratch, bell)
         except self._library.errors as error:
             self._agent.remove_remote_agent(name)
             raise PeerRefused("base_address", "a registered pool", f"{type(error).__name__}: {error}") from error
@@ -148,6 +158,7 @@ class NixlEngine:
             self._lose(peer)
             self._remove_if_settled(peer)
             raise WorkerLost(ref.worker_id, f"notice: {type(error).__name__}: {error}") from error
+        self._wake(peer)
 
     def drop(self, ref: WorkerRef, done: Completion) -> None:
         """Take nothing new for a peer; `done` resolves once nothing is in flight to it and it is forgotten."""
@@ -175,6 +186,9 @@ class NixlEngine:
         self._operations = open_operations
         for operation in settled:
             self._remove_if_settled(operation.peer)
+        for operation in open_operations:
+            if time.perf_counter() - operation.peer.rung_s > _RING_AGAIN_S:
+                self._wake(operation.peer)
         while self._drain_waiters and not self._operations:
             self._drain_waiters.pop().resolve(None)
         self.stats.in_flight = len(self._operations)
@@ -222,14 +236,22 @@ class NixlEngine:
                     self._agent.send_notif(peer.name, _GOODBYE)
         for _ in range(_GOODBYE_POLLS if self._peers else 0):
             self._agent.get_new_notifs()
+        for peer in self._peers.values():
+            self._wake(peer)
 
     def _post(self, peer: Peer, handle: Any, done: Completion, payload_bytes: int) -> None:
         operation = Operation(peer, handle, done, payload_bytes, time.perf_counter())
         peer.num_operations += 1
-        if self._is_over(operation, lambda: self._agent.transfer(handle)):
+        over = self._is_over(operation, lambda: self._agent.transfer(handle))
+        self._wake(peer)
+        if over:
             self._remove_if_settled(peer)
         else:
             self._operations.append(operation)
+
+    def _wake(self, peer: Peer) -> None:
+        peer.rung_s = time.perf_counter()
+        self._ring(peer.bell)
 
     def _advance(self, operation: Operation) -> bool:
         return self._is_over(operation, lambda: self._agent.check_xfer_state(operation.handle))

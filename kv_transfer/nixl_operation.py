@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from core.membership import WorkerRef
+from kv_transfer.doorbell import BellAddress
 from kv_transfer.pool import MemoryPool
 
 
@@ -24,6 +25,8 @@ class Peer:
     ref: WorkerRef
     blocks: Any  # prepared descriptor list of the peer's pool
     scratch: MemoryPool
+    bell: BellAddress
+    rung_s: float = 0.0
     announced: bool = False
     lost: bool = False
     num_operations: int = 0

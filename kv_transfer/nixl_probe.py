@@ -12,6 +12,7 @@ from typing import Final
 from uuid import UUID
 
 from core.errors import PeerRefused
+from kv_transfer.doorbell import BellAddress
 from kv_transfer.pool import MemoryPool
 from kv_transfer.transport import PoolDescription
 
@@ -22,8 +23,8 @@ LANE_NETWORK: Final = "network"
 
 NUM_PROBES: Final = 5
 
-_HEADER: Final = struct.Struct(">4sQQ16s")
-_MAGIC: Final = b"TKV1"  # raise the digit when the header or the framing of notices changes
+_HEADER: Final = struct.Struct(">4sQQ16sHB")
+_MAGIC: Final = b"TKV2"  # raise the digit when the header or the framing of notices changes
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,18 +42,23 @@ class Envelope:
     scratch_address: int
     scratch_bytes: int
     host: bytes  # 16 bytes, equal for processes under one kernel
+    bell: BellAddress  # where its transfer thread is woken
     metadata: bytes  # NIXL's own
 
     def encode(self) -> bytes:
-        return _HEADER.pack(_MAGIC, self.scratch_address, self.scratch_bytes, self.host) + self.metadata
+        address, port = self.bell[0].encode(), self.bell[1]
+        head = _HEADER.pack(_MAGIC, self.scratch_address, self.scratch_bytes, self.host, port, len(address))
+        return head + address + self.metadata
 
     @classmethod
     def decode(cls, data: bytes) -> Envelope:
         """Raises: PeerRefused: not an envelope of this revision."""
         if len(data) < _HEADER.size or not data.startswith(_MAGIC):
             raise PeerRefused("agent_metadata", _MAGIC, data[: len(_MAGIC)])
-        _, address, num_bytes, host = _HEADER.unpack_from(data)
-        return cls(address, num_bytes, host, data[_HEADER.size :])
+        _, address, num_bytes, host, port, bell_length = _HEADER.unpack_from(data)
+        metadata_at = _HEADER.size + bell_length
+        bell = data[_HEADER.size : metadata_at].decode(errors="replace")
+        return cls(address, num_bytes, host, (bell, port), data[metadata_at:])
 
     def scratch_of(self, peer: PoolDescription) -> MemoryPool:
         return replace(

@@ -13,12 +13,13 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any, Final
 
 from core.errors import InvariantBroken, TandemError
+from kv_transfer.doorbell import Doorbell
 from kv_transfer.nixl_engine import NixlEngine
 from kv_transfer.nixl_operation import Completion
+from kv_transfer.polling import PollingPeriods, PollingRhythm
 
 logger = logging.getLogger(__name__)
 
@@ -27,16 +28,6 @@ Action = Callable[[NixlEngine, Completion], None]
 _COMMANDS_PER_PASS: Final = 8  # so that a burst of pushes does not keep notices waiting
 
 _EXIT_TIMEOUT_S: Final = 2.0
-
-
-@dataclass(frozen=True, slots=True)
-class PollingPeriods:
-    """How long the thread sleeps when a pass brought nothing. A command wakes it at once; only notices, bytes that
-    come in over TCP and operations in flight wait for the next pass."""
-
-    active_s: float = 100e-6  # operations in flight, or something happened within `linger_s`
-    idle_s: float = 1e-3  # costs 2 to 3 % of a core
-    linger_s: float = 10e-3  # a target cannot see that bytes are coming: stay quick between a sender's pushes
 
 
 class LoopCompletion:
@@ -65,9 +56,13 @@ class LoopCompletion:
 
 class NixlThread:
     """Runs an engine until `stop`. An unexpected exception ends the thread, fails everything that waits with
-    InvariantBroken and is logged: it never ends silently."""
+    InvariantBroken and is logged: it never ends silently.
 
-    def __init__(self, open_engine: Callable[[], NixlEngine], periods: PollingPeriods) -> None:
+    doorbell: what ends its sleep; closed with it.
+    """
+
+    def __init__(self, open_engine: Callable[[], NixlEngine], doorbell: Doorbell, periods: PollingPeriods) -> None:
+        self._doorbell = doorbell
         self._periods = periods
         self._commands: queue.SimpleQueue[tuple[Action, LoopCompletion]] = queue.SimpleQueue()
         self._waiting: set[LoopCompletion] = set()
@@ -89,7 +84,9 @@ class NixlThread:
         self._waiting.add(completion)
         completion.future.add_done_callback(lambda _: self._waiting.discard(completion))
         self._commands.put((action, completion))
-        if self._ended is not None:  # the thread may have ended before it saw the command
+        if self._ended is None:
+            self._doorbell.wake()
+        else:  # the thread may have ended before it saw the command
             completion.fail(self._ended)
         return completion.future
 
@@ -103,10 +100,12 @@ class NixlThread:
         if self._ended is None:
             await self.submit(close)
         await asyncio.to_thread(self._thread.join)
+        self._doorbell.close()
         atexit.unregister(self._stop_at_exit)
 
     def _stop_at_exit(self) -> None:
         self._stopping = True
+        self._doorbell.wake()
         self._thread.join(_EXIT_TIMEOUT_S)
 
     def _run(self, open_engine: Callable[[], NixlEngine], opened: Future[NixlEngine]) -> None:
@@ -125,19 +124,20 @@ class NixlThread:
             self._end(InvariantBroken(f"the kv-transfer thread failed: {error!r}"))
 
     def _serve(self, engine: NixlEngine) -> None:
-        wait_s, busy_until_s = 0.0, 0.0
+        rhythm, wait_s = PollingRhythm(self._periods), 0.0
         while not self._stopping:
-            busy = self._run_commands(engine, wait_s)
-            busy |= engine.poll()
-            now_s = time.monotonic()
-            if busy:
-                busy_until_s = now_s + self._periods.linger_s
-            wait_s = self._period_s(busy, engine.num_in_flight > 0 or now_s < busy_until_s)
-
-    def _period_s(self, busy: bool, active: bool) -> float:
-        if busy:
-            return 0.0
-        return self._periods.active_s if active else self._periods.idle_s
+            # What a peer needs while we are active takes less than the doorbell can be told to wait.
+            asleep = wait_s > self._periods.active_s
+            rung = asleep and self._doorbell.wait(wait_s)
+            ran = self._run_commands(engine, 0.0 if asleep else wait_s)
+            moved = engine.poll()
+            was_unrung = rhythm.unrung
+            wait_s = rhythm.passed(
+                time.monotonic(), ran=ran, moved=moved, rung=rung, in_flight=engine.num_in_flight > 0
+            )
+            if rhythm.unrung and not was_unrung:
+                address = self._doorbell.address
+                logger.warning("peers' datagrams to %s do not arrive: looking for notices every %g s", address, wait_s)
 
     def _run_commands(self, engine: NixlEngine, wait_s: float) -> bool:
         """Run what was submitted; sleep up to `wait_s` for the first. Returns whether there was any."""

@@ -354,7 +354,7 @@ async def leave_cleanly() -> None:
 
 async def stale_list() -> None:
     """A peer moves its pool, as a new incarnation, and unmaps the old one: a push by the old list harms nobody."""
-    async with sender(NixlConfig(connect_timeout_s=1.0, drop_timeout_s=0.5)) as end:
+    async with sender(NixlConfig(connect_timeout_s=3.0, drop_timeout_s=0.5)) as end:
         target = await end.start_target("t1", connects_back=True)
         await end.connect(target)
         await end.push_all(target, 3)

@@ -8,6 +8,8 @@ import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +28,7 @@ from kv_transfer.nixl_probe import (
     infer_path,
     network_bytes_sent,
 )
+from kv_transfer.polling import PollingPeriods
 from kv_transfer.pool import MemoryPool
 
 
@@ -43,7 +46,7 @@ def envelope(end: End) -> Envelope:
 async def test_metadata_that_is_not_the_peers_is_refused(ends: Ends) -> None:
     source, target, other = (ends.make(name) for name in ("prefill-0", "decode-0", "decode-1"))
     whole = envelope(target)
-    scratch = (whole.scratch_address, whole.scratch_bytes, whole.host)
+    scratch = (whole.scratch_address, whole.scratch_bytes, whole.host, whole.bell)
     wrong = {
         "empty": b"",
         "no envelope": whole.metadata,
@@ -64,7 +67,7 @@ async def test_scratch_that_is_not_registered_is_refused(ends: Ends) -> None:
     source, target = ends.make("prefill-0"), ends.make("decode-0")
     whole = envelope(target)
     with pytest.raises(PeerRefused) as refused:
-        moved = Envelope(whole.scratch_address + (1 << 30), whole.scratch_bytes, whole.host, whole.metadata)
+        moved = replace(whole, scratch_address=whole.scratch_address + (1 << 30))
         await connect(source, target, agent_metadata=moved.encode())
     assert refused.value.field == "agent_metadata"
     await connect(source, target)
@@ -139,6 +142,21 @@ async def test_notices_before_listen_wait(ends: Ends) -> None:
     with pytest.raises(InvariantBroken):
         late.listen(lambda *_: None, lambda _: None)
     await late.close()
+
+
+@pytest.mark.parametrize("heard", [True, False])
+async def test_what_no_ring_announces_is_found_later_and_said(
+    ends: Ends, heard: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    periods = PollingPeriods(linger_s=1e-3, idle_s=2e-3)
+    source, target = (ends.make(name, periods=periods) for name in ("prefill-0", "decode-0"))
+    nobody = replace(envelope(target), bell=("127.0.0.1", 9)).encode()
+    await connect(source, target, **({} if heard else {"agent_metadata": nobody}))
+    for sent in range(1, 9):
+        await asyncio.sleep(10e-3)  # the target's thread rests
+        await source.transport.push(target.ref, [0], [0], b"pushed")
+        await until(partial(lambda sent: len(target.notices) == sent, sent))
+    assert ("do not arrive" in caplog.text) is not heard
 
 
 async def test_a_failing_thread_fails_everything_that_waits(
