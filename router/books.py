@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from core.membership import WorkerRef
 from router.admission.room import PromptsOut
-from router.flow import Leg
+from router.flow import Leg, Stage
 from router.policy.choose import Plan
 from router.view import ClusterView
 
@@ -34,7 +34,7 @@ class Books:
         """The leg's next attempt, under an id that was never used before."""
         attempt_id = f"{leg.flow.request.request_id}#{self._router_id}.{next(self._serials)}"
         leg.request = replace(leg.request, request_id=attempt_id)
-        leg.plan, leg.prefill_begun_s = plan, now
+        leg.plan, leg.begun_s, leg.prefill_begun_s = plan, now, now
         leg.prefill_open, leg.placed = True, False
         self.attempts[attempt_id] = leg
         for ref in plan.workers:
@@ -49,6 +49,11 @@ class Books:
     def first_token(self, leg: Leg, worker: WorkerRef, computed_tokens: int, now: float) -> None:
         self._view.learn_pace(worker, leg.prefill_begun_s, now, computed_tokens)
         self._end_prefill(leg)
+
+    def outrun(self, leg: Leg, now: float) -> None:
+        """Another attempt was faster."""
+        if leg.plan is not None and leg.prefill_open and leg.stage is not Stage.RESERVING:
+            self._view.learn_outrun(leg.plan.prefiller, leg.prefill_begun_s, now, leg.computed_tokens)
 
     def end(self, leg: Leg) -> None:
         del self.attempts[leg.request.request_id]

@@ -35,7 +35,7 @@ from router.admission.policy import AdmissionPolicy
 from router.books import Books
 from router.config import DispatcherConfig
 from router.drain import must_leave
-from router.effects import Deliver, Effect, Fail, Send
+from router.effects import Deliver, Effect, Fail, RaceEnded, Send
 from router.flow import Flow, Leg, Output, Stage
 from router.planner import Planner
 from router.view import ClusterView
@@ -160,7 +160,10 @@ class Dispatcher:
             elif now >= flow.deadline_s:
                 message = f"not done within {self._config.request_timeout_s} s"
                 effects += self._fail(flow, Rejected(RejectReason.TIMEOUT, message))
-        return [*effects, *self._admit(now)]
+        effects += self._admit(now)
+        if not self.admission.line:  # room that nobody waits for
+            effects += self.planner.hedge(self._legs(), now)
+        return effects
 
     def _admit(self, now: float) -> list[Effect]:
         """Give as many their turn as the workers have room for."""
@@ -189,6 +192,8 @@ class Dispatcher:
         match answer.reason:
             case RefuseReason.BAD_REQUEST:
                 return self._fail(leg.flow, BadRequest("prompt", answer.message))
+            case RefuseReason.NO_BLOCKS if leg.rival is not None:
+                return self._drop(leg)
             case RefuseReason.NO_BLOCKS:
                 return self._fail(leg.flow, Rejected(RejectReason.QUEUE_TIMEOUT, answer.message))
             case RefuseReason.TRANSFER_FAILED:
@@ -210,6 +215,11 @@ class Dispatcher:
         leg = self._books.attempts.get(delta.request_id)
         if leg is None or leg.plan is None:
             return []
+        effects: list[Effect] = []
+        if leg.rival is not None:
+            if delta.finish_reason in FAILURES:
+                return self._drop(leg)
+            effects = self._outrun(leg.rival, leg, now)
         if worker == leg.plan.prefill and leg.stage is Stage.PREFILLING:
             leg.move(Stage.DECODING)
         if leg.prefill_open and leg.stage is Stage.DECODING and worker == (leg.plan.prefill or worker):
@@ -217,7 +227,19 @@ class Dispatcher:
             self._books.first_token(leg, worker, computed_tokens, now)
         if delta.usage is not None:
             self.planner.breakers.succeeded(worker.worker_id)
-        return self._deliver(leg, worker, delta)
+        return effects + self._deliver(leg, worker, delta)
+
+    def _outrun(self, leg: Leg, rival: Leg, now: float) -> list[Effect]:
+        """Its rival has a token."""
+        self._books.outrun(leg, now)
+        won = RaceEnded(leg.flow.request.request_id, won=rival.begun_s > leg.begun_s)
+        return [won, *self._drop(leg)]
+
+    def _drop(self, leg: Leg) -> list[Effect]:
+        """Its rival goes on alone."""
+        effects = self.planner.recall(leg)
+        self._close(leg)
+        return effects
 
     def _deliver(self, leg: Leg, worker: WorkerRef, delta: TokenDelta) -> list[Effect]:
         """What is next of its choice's output. The last of all choices ends the request, and so does a failure."""
@@ -255,7 +277,9 @@ class Dispatcher:
         return [effect for leg in lost for effect in self._move(leg, now)]
 
     def _move(self, leg: Leg, now: float) -> list[Effect]:
-        """To other workers, or into the queue."""
+        """To other workers, or into the queue; nowhere while its rival goes on."""
+        if leg.rival is not None:
+            return self._drop(leg)
         flow, queue_deadline_s = leg.flow, now + self._config.queue_timeout_s
         effects = self.planner.recall(leg)
         self._books.end(leg)
@@ -284,6 +308,9 @@ class Dispatcher:
         if leg.stage is not Stage.QUEUED:
             self._books.end(leg)
         self.planner.forget(leg)
+        if leg.rival is not None:
+            leg.rival.rival = None
+            leg.rival = None
         leg.move(Stage.DONE)
         leg.flow.legs.remove(leg)
         if not leg.flow.legs:

@@ -37,13 +37,23 @@ class Fail:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """Workers were chosen: for logs, metrics and `explain`. waited_s: since the request came."""
+    """Workers were chosen: for logs, metrics and `explain`. waited_s: since the request came. hedge: others go on
+    with it too."""
 
     request_id: str
     attempt: int
     attempt_id: str
     plan: Plan
     waited_s: float
+    hedge: bool = False
 
 
-Effect = Send | Deliver | Fail | Planned
+@dataclass(frozen=True, slots=True)
+class RaceEnded:
+    """Of two attempts at a request one has its first token. won: it is the hedge."""
+
+    request_id: str
+    won: bool
+
+
+Effect = Send | Deliver | Fail | Planned | RaceEnded

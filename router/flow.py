@@ -2,7 +2,8 @@
 
 A leg is one line of work with workers of its own. A request begins as one leg for all its choices, and stays one while
 it can begin again. When its workers are lost after tokens are out, each choice goes on in a leg of its own, from its
-latest token on. A leg's stages:
+latest token on. A leg that waits long for its first token may get a rival on other workers: the first token of either
+ends the other. A leg's stages:
 1. QUEUED: its turn has not come (router/admission/), or no fitting workers are ready; for a bounded time.
 2. RESERVING: the decode worker was asked for blocks. 3. PREFILLING: the prefill worker has the ticket.
 4. DECODING: the first token is out (or the decode worker does both), the rest streams.
@@ -102,7 +103,7 @@ class Leg:
     """`request` is what workers get, under the id of the current attempt; its choice i is `choices[i]` of the flow.
 
     prefill_open: whoever computes the first token has not sent it. placed: the decode worker has said that it has KV
-    blocks for the prompt.
+    blocks for the prompt. rival: a later or earlier attempt at the same, until either has a token.
     """
 
     flow: Flow
@@ -113,7 +114,9 @@ class Leg:
     plan: Plan | None = None
     prefill_open: bool = False
     placed: bool = False
+    begun_s: float = 0.0
     prefill_begun_s: float = 0.0
+    rival: Leg | None = None
 
     def move(self, to: Stage) -> None:
         if to not in NEXT_STAGES[self.stage]:

@@ -18,7 +18,7 @@ from router.admission.limits import TenantLimits
 from router.admission.policy import TenantPolicy
 from router.config import RouterConfig
 from router.dispatcher import Dispatcher
-from router.effects import Deliver, Effect, Fail, Planned, Send
+from router.effects import Deliver, Effect, Fail, Planned, RaceEnded, Send
 from router.limiter import Limiter, OwnLimiter
 from router.outbox import Outbox, Turns
 from router.policy.prompt_keys import prompt_keys
@@ -262,15 +262,19 @@ class LiveDispatcher:
                 case Fail(request_id, error):
                     self._traces.end(request_id, str(error))
                     self._put(request_id, error)
-                case Planned(request_id, attempt, attempt_id, plan, waited_s):
+                case RaceEnded(request_id, won):
+                    self._metrics.race_ended(won=won)
+                    log_state(logger, request_id=request_id, state="hedge_won" if won else "hedge_lost")
+                case Planned(request_id, attempt, attempt_id, plan, waited_s, hedge):
                     self._traces.planned(effect)
                     best = plan.scores[0]
-                    self._metrics.planned(plan.reason, attempt, waited_s, best.hit_tokens, best.fetched_tokens)
+                    number = None if hedge else attempt
+                    self._metrics.planned(plan.reason, number, waited_s, best.hit_tokens, best.fetched_tokens)
                     log_state(
                         logger,
                         request_id=request_id,
                         attempt_id=attempt_id,
-                        state="planned",
+                        state="hedged" if hedge else "planned",
                         reason=plan.reason,
                         decode=plan.decode,
                         prefill=plan.prefill,

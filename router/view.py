@@ -211,6 +211,15 @@ class ClusterView:
         if worker is None:
             return
         worker.prefills.learn(begun_s, now, computed_tokens)
+        self._note_pace(worker)
+
+    def learn_outrun(self, ref: WorkerRef, begun_s: float, now: float, computed_tokens: int) -> None:
+        """As PrefillQueue.learn_outrun."""
+        worker = self._workers.get(ref)
+        if worker is not None:
+            worker.prefills.learn_outrun(begun_s, now, computed_tokens)
+
+    def _note_pace(self, worker: WorkerView) -> None:
         pace = worker.prefills.seconds_per_token
         if pace is not None:
             usual = pace if self.usual_pace is None else self.usual_pace

@@ -108,6 +108,14 @@ class HitTier(StrEnum):
     PEER = "peer"  # in another worker's, which pushes it
 
 
+class HedgeOutcome(StrEnum):
+    """What became of second attempts; one of two that were lost, cancelled or failed both is only begun."""
+
+    BEGUN = "begun"
+    WON = "won"
+    LOST = "lost"
+
+
 class RoutingMetrics:
     """What the dispatcher counts: why each prompt is prefilled where it is, how long requests waited for workers."""
 
@@ -116,6 +124,11 @@ class RoutingMetrics:
         self._replans = Counter(
             "tandem_router_replans_total", "Plans after a first one that came to nothing.", registry=registry
         )
+        self._hedges = Counter(
+            "tandem_router_hedges_total", "Second attempts before a first token.", ["outcome"], registry=registry
+        )
+        for outcome in HedgeOutcome:
+            self._hedges.labels(outcome)
         self._hit_tokens = Counter(
             "tandem_router_hit_tokens_total",
             "Prompt tokens that plans found cached, by where.",
@@ -129,16 +142,24 @@ class RoutingMetrics:
             "tandem_router_workers_lost_total", "Workers given up or dead.", ["role"], registry=registry
         )
 
-    def planned(self, reason: str, attempt: int, waited_s: float, hit_tokens: int = 0, fetched_tokens: int = 0) -> None:
-        """Count a plan; `attempt` is 1 for a request's first one. Prompt tokens that need not be computed: cached where
-        the prompt is prefilled, and to be pushed there by a peer."""
+    def planned(
+        self, reason: str, attempt: int | None, waited_s: float, hit_tokens: int = 0, fetched_tokens: int = 0
+    ) -> None:
+        """Count a plan; `attempt` is 1 for a request's first one, None for a hedge, beside another attempt. Prompt
+        tokens that need not be computed: cached where it is prefilled, and to be pushed there by a peer."""
         self._plans.labels(reason).inc()
         self._hit_tokens.labels(HitTier.DEVICE).inc(hit_tokens)
         self._hit_tokens.labels(HitTier.PEER).inc(fetched_tokens)
-        if attempt == 1:
+        if attempt is None:
+            self._hedges.labels(HedgeOutcome.BEGUN).inc()
+        elif attempt == 1:
             self._queue_s.observe(waited_s)
         else:
             self._replans.inc()
+
+    def race_ended(self, *, won: bool) -> None:
+        """Count a hedge's end: it had the first token, or the attempt had that it stood beside."""
+        self._hedges.labels(HedgeOutcome.WON if won else HedgeOutcome.LOST).inc()
 
     def worker_lost(self, role: str) -> None:
         """Count a worker that is gone, by its role."""

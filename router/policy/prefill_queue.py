@@ -29,8 +29,20 @@ class PrefillQueue:
 
     def learn(self, begun_s: float, now: float, computed_tokens: int) -> None:
         """A prompt that was handed over at `begun_s` has its first token; of it `computed_tokens` were no hits."""
-        sample = (now - max(begun_s, self._free_at_s)) / max(1, computed_tokens)
+        self._take(self._sample(begun_s, now, computed_tokens), computed_tokens)
         self._free_at_s = now
+
+    def learn_outrun(self, begun_s: float, now: float, computed_tokens: int) -> None:
+        """A prompt that was handed over at `begun_s` is wanted no longer, as another worker was faster: this one takes
+        at least so long. Else a worker that loses every race would look as fast as ever."""
+        sample = self._sample(begun_s, now, computed_tokens)
+        if sample > (self.seconds_per_token or 0.0):
+            self._take(sample, computed_tokens)
+
+    def _sample(self, begun_s: float, now: float, computed_tokens: int) -> float:
+        return (now - max(begun_s, self._free_at_s)) / max(1, computed_tokens)
+
+    def _take(self, sample: float, computed_tokens: int) -> None:
         if computed_tokens >= LEAST_TOKENS:
             known = sample if self.seconds_per_token is None else self.seconds_per_token
             self.seconds_per_token = known + WEIGHT * (sample - known)

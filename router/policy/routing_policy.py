@@ -11,6 +11,18 @@ from router.strict import Strict
 Weight = Annotated[float, Field(ge=0, le=1000)]
 
 
+class HedgePolicy(Strict):
+    """A second attempt, on other workers, for a request whose first token does not come (router/hedging.py).
+
+    after_s: since its workers were chosen. times_predicted: nor before so many times what these were expected to take.
+    max_share: most hedges, as a share of requests.
+    """
+
+    after_s: Annotated[float, Field(gt=0, le=3600)]
+    times_predicted: Annotated[float, Field(ge=1, le=1000)] = 4.0
+    max_share: Annotated[float, Field(gt=0, le=1)] = 0.05
+
+
 class RoutingPolicy(Strict):
     """Costs are in tokens: 1 is a prompt token computed by a worker of usual pace.
 
@@ -20,7 +32,7 @@ class RoutingPolicy(Strict):
     transfer costs; much of it is hidden behind computing. imbalance: a worker that has more than so many times the work
     of the least loaded one, this prompt included, is not chosen for what it caches. affinity_tokens: what it is worth
     to serve a session where it was served before. stale_after_s: a worker that last reported longer ago is used only
-    when all did.
+    when all did. hedge: None: no request has two attempts at a time.
     """
 
     local_prefill_cost: Annotated[float, Field(ge=1)] | None = None
@@ -30,3 +42,4 @@ class RoutingPolicy(Strict):
     imbalance: Annotated[float, Field(ge=1)] = 4.0
     affinity_tokens: Annotated[float, Field(ge=0)] = 64.0
     stale_after_s: Annotated[float, Field(gt=0, le=60)] = 3.0
+    hedge: HedgePolicy | None = None

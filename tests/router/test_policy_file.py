@@ -126,7 +126,7 @@ async def test_a_changed_file_holds_and_a_bad_one_changes_nothing(tmp_path: Path
     await asyncio.gather(following, return_exceptions=True)
 
 
-@pytest.mark.parametrize("name", RoutingPolicy.model_fields)
+@pytest.mark.parametrize("name", sorted(RoutingPolicy.model_fields.keys() - {"hedge"}))
 def test_a_wrong_routing_value_is_refused_by_its_path(name: str) -> None:
     assert getattr(parse_policy(f"routing: {{{name}: 1.0}}").routing, name) == 1.0
     for wrong in ("-1.0", ".nan", ".inf", "cheap"):

@@ -45,8 +45,9 @@ from router.admission.policy import AdmissionPolicy
 from router.admission.room import PromptsOut
 from router.config import DispatcherConfig
 from router.dispatcher import Dispatcher
-from router.effects import Deliver, Effect, Fail, Planned, Send
+from router.effects import Deliver, Effect, Fail, Planned, RaceEnded, Send
 from router.policy.prompt_keys import prompt_keys
+from router.policy.routing_policy import RoutingPolicy
 from router.view import ClusterView
 from tests.simulation.chained_kv import undisturbed
 from tests.simulation.world_client import Client, WrongStream
@@ -63,6 +64,10 @@ END_S = 90.0  # by then every request must be over: each lease and bounded wait 
 
 class PlannedOntoNobody(Exception):
     """A router plans onto a worker of which it knows that it is not ready."""
+
+
+class WrongHedge(Exception):
+    """A second attempt that there must not be."""
 
 
 class WrongView(Exception):
@@ -88,6 +93,7 @@ class Faults:
     lose_events: float = 0.05  # of a worker's cache
     double_events: float = 0.05
     reorder_events: float = 0.05
+    num_slow: int = 0  # workers that become slow for a while
     num_limit_troubles: int = 2  # of the server that routers share their tenants' limits in
 
 
@@ -122,6 +128,7 @@ class World:
         num_routers: int = 1,
         dispatch: DispatcherConfig = DISPATCH,
         admission: AdmissionPolicy | None = None,
+        routing: RoutingPolicy | None = None,
     ):
         self.rng = random.Random(seed)
         self.faults = faults
@@ -138,7 +145,9 @@ class World:
         self.deaths: list[WorkerRef] = []
         self.dispatch = dispatch
         self.admission = admission  # with LIMITED, requests are of its tenants, and of none
+        self.routing = routing
         self.limits_server = SharedServer(self)
+        self.hedges: Counter[str] = Counter()
         self.roles = {place: Role.PREFILL if place[0] == "p" else Role.DECODE for place in ("p0", "p1", "d0", "d1")}
         self.drains: Counter[tuple[str, str]] = Counter()
         self.refused: Counter[RefuseReason] = Counter()
@@ -163,6 +172,8 @@ class World:
             self.at(self.rng.uniform(2, 20), self.disturb)
         for _ in range(self.faults.num_drains):
             self.at(self.rng.uniform(2, 20), self.drain)
+        for _ in range(self.faults.num_slow):
+            self.at(self.rng.uniform(2, 20), self.slow_down)
         for _ in range(self.faults.num_limit_troubles if self.admission else 0):
             self.at(self.rng.uniform(1, 20), self.limits_server.trouble)
         self.at(FAULTS_END_S, self.heal)
@@ -256,6 +267,10 @@ class World:
             case 5 | 6:
                 if router is not None:
                     router.cut_off(self.rng.choice([[host], list(self.hosts.values())]), self.rng.uniform(0.5, 8))
+
+    def slow_down(self) -> None:
+        host = self.rng.choice(list(self.hosts.values()))
+        host.slow_down(self.rng.choice([4.0, 16.0]), self.rng.uniform(1, 6))
 
     def drain(self) -> None:
         """As their keeper: one drain at a time. The last of a role goes on: some ask for a remote prefill."""
@@ -364,6 +379,13 @@ class Link:
         self._free_at[way] = at_s
         self.world.at(at_s - self.world.now, what)
 
+    def unwanted(self) -> list[str]:
+        """Attempts of the worker that the router has given up, and must have told it so."""
+        if not self.open or self.stream is None or self.world.now < self._free_at["down"]:
+            return []
+        attempts = self.router.dispatcher._books.attempts
+        return [request_id for request_id in self.stream.requests if request_id not in attempts]
+
     def heartbeat(self) -> None:
         self.beat_at_s = self.world.now
         delay_s = max(0.0, self.broken_until_s - self.world.now)
@@ -419,6 +441,9 @@ class Router:
         self.dispatcher = Dispatcher(world.dispatch, self.view, self.router_id)
         if world.admission is not None:
             self.dispatcher.admission.policy = world.admission
+        self.dispatcher.planner.routing = world.routing or RoutingPolicy()
+        self.num_planned = 0  # requests
+        self.num_hedges = 0
         self.limits = RouterLimits(
             world, number, self.router_id, lambda name: self.dispatcher.admission.policy.tenant(name)
         )
@@ -539,6 +564,21 @@ class Router:
         self.limits.tick()
         self.perform(self.dispatcher.tick(self.world.now))
 
+    def check_hedge(self, request_id: str, *, hedge: bool) -> None:
+        """A request has at most two attempts at one thing, on different workers; few have two."""
+        legs = self.dispatcher._flows[request_id].legs
+        self.num_planned += self.dispatcher._flows[request_id].num_plans == 1
+        self.num_hedges += hedge
+        self.world.hedges["begun"] += hedge
+        policy = self.dispatcher.planner.routing.hedge
+        if not hedge or policy is None:
+            return
+        places = [ref for leg in legs if leg.plan is not None for ref in leg.plan.workers]
+        if len(legs) != 2 or len(places) != len(set(places)) or any(self.clients[request_id].received):
+            raise WrongHedge(f"{request_id}: {places}")
+        if self.num_hedges > 1 + policy.max_share * self.num_planned:
+            raise WrongHedge(f"{self.num_hedges} hedges of {self.num_planned} requests")
+
     def check_over(self) -> None:
         books = [
             (worker.open_requests, worker.open_tokens, worker.prefills.num_tokens, worker.others.num_tokens)
@@ -565,7 +605,10 @@ class Router:
                 case Fail(request_id, error):
                     self.clients[request_id].fail(error)
                     self._over(self.clients[request_id])
-                case Planned(request_id, plan=plan):
+                case RaceEnded(won=won):
+                    self.world.hedges["won" if won else "lost"] += 1
+                case Planned(request_id, plan=plan, hedge=hedge):
+                    self.check_hedge(request_id, hedge=hedge)
                     for ref in {plan.decode, plan.prefiller}:
                         planned = self.view.get(ref)
                         if planned is None or planned.life is not Life.READY:

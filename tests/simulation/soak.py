@@ -22,6 +22,7 @@ from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 
+from router.policy.routing_policy import HedgePolicy, RoutingPolicy
 from tests.simulation import cluster_world, handoff_world
 from tests.simulation.planted_bugs import PLANTS
 from tests.simulation.real_soak import soak
@@ -31,6 +32,8 @@ NUM_REQUESTS = 25
 NUM_HANDOFFS = 30
 PRIORITIES = (0, 0, 1, -1, 5)
 NUM_CHOICES = (1, 1, 3)
+FAULTS = cluster_world.Faults(num_slow=2)
+HEDGED = RoutingPolicy(hedge=HedgePolicy(after_s=1.0, times_predicted=1.5, max_share=0.2))
 PART = 20  # schedules that one process walks at a time
 SAY_EVERY_S = 10.0
 
@@ -38,7 +41,7 @@ SAY_EVERY_S = 10.0
 def walk(seed: int) -> Counter[str]:
     """One schedule on virtual time. Raises what is wrong."""
     num_routers = 2 if seed % 4 == 3 else 1
-    cluster = cluster_world.World(seed, cluster_world.Faults(), PRIORITIES, NUM_CHOICES, num_routers, admission=LIMITED)
+    cluster = cluster_world.World(seed, FAULTS, PRIORITIES, NUM_CHOICES, num_routers, admission=LIMITED, routing=HEDGED)
     cluster.run(NUM_REQUESTS)
     handoffs = handoff_world.World(seed, handoff_world.Faults())
     handoffs.run(NUM_HANDOFFS)
@@ -49,6 +52,7 @@ def walk(seed: int) -> Counter[str]:
         seen["clients that left"] += client.left
         seen["requests that failed"] += client.error is not None
     seen["preemptions"] = sum(host.scheduler.num_preemptions for host in cluster.hosts.values())
+    seen["hedges"] = cluster.hedges["begun"]
     seen["deaths"] = len(cluster.deaths)
     return seen
 

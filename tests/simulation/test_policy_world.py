@@ -11,7 +11,7 @@ import pytest
 
 from core.request import GenerateRequest, Placement
 from router.admission.policy import AdmissionPolicy, BandPolicy, QueuePolicy, TenantPolicy
-from router.policy.routing_policy import RoutingPolicy
+from router.policy.routing_policy import HedgePolicy, RoutingPolicy
 from tests.simulation.cluster_world import Faults, Router, World
 from tests.simulation.world_client import Client
 
@@ -64,6 +64,7 @@ class PolicyWorld(World):
             imbalance=choose([1.0, 1e300]),
             affinity_tokens=choose([0.0, 1e300]),
             stale_after_s=choose([0.01, 60.0]),
+            hedge=choose([None, HedgePolicy(after_s=choose([0.01, 1.0]), times_predicted=1.0, max_share=1.0)]),
         )
 
 

@@ -81,6 +81,8 @@ class Host:
         self.peers: dict[WorkerRef, None] = {}  # known and not dead
         self.connected: dict[WorkerRef, None] = {}
         self.stepping = False
+        self.slowness = 1.0
+        self.step_s = 0.0  # of the latest step
         self.say_at_s = 0.0
         self.unwanted_since_s: dict[str, float] = {}  # by request id
 
@@ -119,6 +121,11 @@ class Host:
         what()
         self.wake()
         self.flush()
+
+    def slow_down(self, slowness: float, duration_s: float) -> None:
+        """Each of its steps takes so many times as long, for a while."""
+        self.slowness = slowness
+        self.world.at(duration_s, lambda: setattr(self, "slowness", 1.0))
 
     def thaw(self) -> None:
         self.frozen = False
@@ -252,7 +259,7 @@ class Host:
         if self.stepping or (plan := self.scheduler.plan()) is None:
             return
         self.stepping = True
-        duration_s = self.world.rng.uniform(0.02, 0.2)
+        duration_s = self.step_s = self.world.rng.uniform(0.02, 0.2) * self.slowness
         drawn: list[tuple[Drawn, ...]] = []
         self.world.at(duration_s / 2, lambda: self.do(lambda: drawn.extend(self.compute(plan))))
         self.world.at(duration_s, lambda: self.do(lambda: self.stepped(plan, drawn)))
@@ -296,9 +303,11 @@ class Host:
         """Nothing is computed or reserved for long that no router waits for."""
         known = [*self.scheduler._sequences, *getattr(self.session, "_handoff_of", ())]
         unwanted = [request_id for request_id in known if not self.streams.owns(request_id)]
+        if self.role.role is Role.DECODE:  # a prefill worker may not have heard yet that its KV has landed
+            unwanted += [request_id for link in self.links for request_id in link.unwanted()]
         self.unwanted_since_s = {name: self.unwanted_since_s.get(name, self.world.now) for name in unwanted}
         for request_id, since_s in self.unwanted_since_s.items():
-            if self.world.now - since_s > UNWANTED_S:
+            if self.world.now - since_s > UNWANTED_S + self.step_s:
                 raise WorkForNobody(f"t={self.world.now:.2f} {self.ref}: {request_id}")
 
     def tick(self) -> None:

@@ -19,6 +19,7 @@ ROUTER_FAMILIES = {
     "tandem_requests",
     "tandem_router_avoided_places",
     "tandem_router_cache_gaps",
+    "tandem_router_hedges",
     "tandem_router_hit_tokens",
     "tandem_router_known_blocks",
     "tandem_router_plans",
