@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import Final
 
-from cluster.commands import chat, controller, drain, drill, model, router, status, up
+from cluster.commands import chat, controller, drain, drill, leave, model, router, status, up
 from core.errors import BadRequest, TandemError
 
 EXIT_FAILED: Final = 1
@@ -37,7 +37,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="tandem", description="Serve a language model with prefill and decode on separate workers."
     )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for command in (up, router, controller, chat, status, drain, drill, model):
+    for command in (up, router, controller, chat, status, drain, leave, drill, model):
         command.add_parser(commands)
     return parser
 

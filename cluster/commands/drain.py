@@ -6,6 +6,8 @@ import argparse
 import asyncio
 from typing import Final
 
+from cluster.commands import flags
+
 ROLES: Final = ("prefill", "decode")
 
 
@@ -37,9 +39,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="what is open after so long keeps the worker as it is (default: the cluster's drain_timeout_s)",
     )
-    parser.add_argument(
-        "--controller", default="127.0.0.1:50053", metavar="HOST:PORT", help="the controller (default: %(default)s)"
-    )
+    flags.add_controller_address(parser)
     parser.set_defaults(run=run)
 
 

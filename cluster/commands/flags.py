@@ -83,3 +83,20 @@ def add_flag(parser: argparse.ArgumentParser, name: str, field: str, text: str, 
     """One flag for one field, with the field's default in its help."""
     default = "" if "action" in options else f" (default: {_DEFAULTS[field]})"
     parser.add_argument(name, dest=field, help=text + default, **options)
+
+
+def add_registry(parser: argparse.ArgumentParser) -> None:
+    """Where routers are asked: `registry`."""
+    parser.add_argument(
+        "--registry",
+        default="127.0.0.1:50052",
+        metavar="HOST:PORT,...",
+        help="the registry of each router, or a name that resolves to all (default: %(default)s)",
+    )
+
+
+def add_controller_address(parser: argparse.ArgumentParser) -> None:
+    """Where the controller is asked: `controller`."""
+    parser.add_argument(
+        "--controller", default="127.0.0.1:50053", metavar="HOST:PORT", help="the controller (default: %(default)s)"
+    )

@@ -7,6 +7,8 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any, Final
 
+from cluster.commands import flags
+
 COLUMNS: Final = ("WORKER", "ROLE", "LIFE", "ADDRESS", "RUNNING", "WAITING", "USED", "FREE", "QUARANTINED", "PEERS")
 
 
@@ -14,12 +16,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Add `status`."""
     text = "show workers, their load and their connections"
     parser = commands.add_parser("status", help=text, description=f"{text.capitalize()}. Blocks are KV blocks.")
-    parser.add_argument(
-        "--registry",
-        default="127.0.0.1:50052",
-        metavar="HOST:PORT,...",
-        help="the registry of each router, or a name that resolves to all (default: %(default)s)",
-    )
+    flags.add_registry(parser)
     parser.add_argument(
         "--json",
         action="store_true",

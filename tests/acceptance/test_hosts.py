@@ -36,7 +36,7 @@ VALUES = {
     "router": {"replicas": 2},
     "prefill": {"replicas": 1},
     "decode": {"replicas": 2},
-    "config": {"num_blocks": 256, "drain_timeout_s": DRAIN_S, "start_timeout_s": 120},
+    "config": {"num_blocks": 256, "drain_timeout_s": DRAIN_S, "drain_finish_s": 0.3, "start_timeout_s": 120},
     "ray": {"auth": {"secretName": "ray"}},
 }
 SECRETS = {"ray": {"auth_token": "0123456789abcdef" * 4}}
@@ -97,6 +97,14 @@ class Cluster:
                     self._start(self.hosts[host], container)
                     if container["name"] == "ray-head":
                         wait_until(lambda: "Ray runtime started" in self.hosts["head"].explain(), 150.0)
+
+    def leave(self, host: str, component: str) -> int:
+        """Run the preStop hook of a host's pod, without its first pause; returns its exit code."""
+        (pod,) = [pod for pod in pods(self._objects) if pod.component == component]
+        (container,) = pod.spec["containers"]
+        hook = [*container["lifecycle"]["preStop"]["exec"]["command"], "--after=0"]
+        self._start(self.hosts[host], {"name": "leave", "command": hook, "env": container["env"]})
+        return self.hosts[host].wait("leave", 60.0)
 
     def name(self, *routers: str) -> None:
         """Services' names, as headless ones resolve: each to all of its pods, of which these routers are there."""
@@ -212,20 +220,38 @@ def test_a_worker_changes_its_role_where_it_is(cluster: Cluster) -> None:
     assert cluster.running.workers()["decode-1"].worker == before
 
 
+def streaming(cluster: Cluster) -> list[Any]:
+    """The decode workers that have a request."""
+    workers = cluster.running.workers().values()
+    return [item for item in workers if item.worker.role == worker_pb2.ROLE_DECODE and item.load.running_requests]
+
+
+def host_that_streams(cluster: Cluster, stream: Streaming) -> tuple[Any, str]:
+    """The worker that decodes it, and the name of its host."""
+    wait_until(lambda: len(stream.token_ids) > 5 and len(streaming(cluster)) == 1, 60.0)
+    (found,) = (item.worker for item in streaming(cluster))
+    (name,) = (name for name, host in cluster.hosts.items() if found.address.startswith(f"{host.address}:"))
+    return found, name
+
+
+def test_a_pod_that_goes_hands_its_stream_over_first(cluster: Cluster) -> None:
+    stream = Streaming(cluster.running, SHORT.prompt_ids, cache_salt="goes", max_tokens=800, ignore_eos=True)
+    going, host = host_that_streams(cluster, stream)
+    assert cluster.leave(host, "decode") == 0
+    assert not stream.done
+    other, _host = host_that_streams(cluster, stream)
+    assert other.ref.worker_id != going.ref.worker_id  # so the end of that pod would cost nobody anything
+    stream.join(60)
+    assert stream.done and stream.error is None and len(stream.token_ids) == 800
+    assert main(["role", going.ref.worker_id, "decode", "--controller", cluster.running.controller]) == 0
+
+
 def test_the_loss_of_a_host_is_survived(cluster: Cluster) -> None:
     """The cable of a decode worker's host is cut while it streams; nobody says goodbye."""
-
-    def streaming() -> list[Any]:
-        """The decode workers that have a request."""
-        workers = cluster.running.workers().values()
-        return [item for item in workers if item.worker.role == worker_pb2.ROLE_DECODE and item.load.running_requests]
-
     fields = {"max_tokens": 200, "ignore_eos": True}
     stream = Streaming(cluster.running, SHORT.prompt_ids, cache_salt="loss", **fields)
-    wait_until(lambda: len(stream.token_ids) > 5 and len(streaming()) == 1, 60.0)
-    (lost,) = (item.worker for item in streaming())
-    (host,) = (host for host in cluster.hosts.values() if lost.address.startswith(f"{host.address}:"))
-    host.cut()
+    lost, host = host_that_streams(cluster, stream)
+    cluster.hosts[host].cut()
     assert not stream.done
     assert complete(cluster, "after-loss") > 0
     stream.join(60)

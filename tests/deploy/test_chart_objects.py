@@ -6,6 +6,7 @@ objects with the fault planted.
 
 from __future__ import annotations
 
+import argparse
 import copy
 import re
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from typing import Any, Final
 import pytest
 import yaml
 
+from cluster.main import _parser
 from tests.deploy.chart import DEFAULTS, Pod, cases, of_kind, pods, render, selects
 
 CASES: Final = cases()
@@ -172,8 +174,16 @@ def no_role_and_no_wildcard(objects: Objects) -> Iterator[str]:
             yield f"NetworkPolicy {item['metadata']['name']} opens everything"
 
 
-def pause_s(container: dict[str, Any]) -> int:
-    return int(container["lifecycle"]["preStop"]["sleep"]["seconds"])
+def pause_s(container: dict[str, Any]) -> float:
+    """How long preStop takes at most; a worker's may end sooner, when nothing is left to it."""
+    hook = container["lifecycle"]["preStop"]
+    return float(hook["sleep"]["seconds"]) if "sleep" in hook else leaving(hook["exec"]["command"]).within
+
+
+def leaving(command: list[str]) -> argparse.Namespace:
+    """What the preStop hook of a worker says to our own parser."""
+    assert command[0] == "tandem"
+    return _parser().parse_args(command[1:])
 
 
 def drains_fit(objects: Objects) -> Iterator[str]:
@@ -188,6 +198,27 @@ def drains_fit(objects: Objects) -> Iterator[str]:
             yield f"{pod.name}/{name}: {left_s} s for a drain of {drain_s} s"
         if name not in ("router", "controller") and (pause_s(container) < drained_s or left_s < 10):
             yield f"{pod.name}/{name} ends before the drain"
+
+
+def leaving_workers_ask_who_is_there(objects: Objects) -> Iterator[str]:
+    """By Services that exist, with their ports; and, when all ends, only after the controller has heard of it."""
+    ports = {
+        f"{item['metadata']['name']}.{item['metadata']['namespace']}.svc:{port['port']}"
+        for item in of_kind(objects, "Service")
+        for port in item["spec"]["ports"]
+    }
+    everyone = {item["name"]: item for pod in pods(objects) for item in pod.spec["containers"]}
+    hooks = [(pod, item["lifecycle"]["preStop"]) for pod in pods(objects) for item in pod.spec["containers"]]
+    workers = [(pod, hook) for pod, hook in hooks if pod.component in ("prefill", "decode")]
+    for pod, hook in workers:
+        if "exec" not in hook:
+            yield f"{pod.name} does not drain"
+            continue
+        asked = leaving(hook["exec"]["command"])
+        if not {asked.registry, asked.controller} <= ports:
+            yield f"{pod.name} asks {asked.registry} and {asked.controller}"
+        if asked.after <= pause_s(everyone["controller"]):
+            yield f"{pod.name} drains before the controller says that all do"
 
 
 def volumes_are_mounted(objects: Objects) -> Iterator[str]:
@@ -230,6 +261,7 @@ RULES: Final[list[Rule]] = [
     pods_are_restricted,
     no_role_and_no_wildcard,
     drains_fit,
+    leaving_workers_ask_who_is_there,
     volumes_are_mounted,
     valkeys_of_the_right_kind,
 ]
@@ -259,12 +291,13 @@ def of_component(objects: Objects, component: str) -> Pod:
 
 
 def set_path(value: Any, path: str, new: Any) -> None:
-    *parents, last = path.split()
+    *parents, last = (int(name) if name.isdigit() else name for name in path.split())
     for name in parents:
-        value = value[int(name) if name.isdigit() else name]
+        value = value[name]
     value[last] = new
 
 
+HOOK: Final = "spec containers 0 lifecycle preStop exec command"
 PLANTED: Final[list[tuple[Rule, str, str, Any]]] = [
     (selectors_find_pods, "router", "metadata labels app.kubernetes.io/component", "gateway"),
     (selectors_find_pods, "decode", "metadata labels app.kubernetes.io/component", "prefill"),
@@ -278,7 +311,10 @@ PLANTED: Final[list[tuple[Rule, str, str, Any]]] = [
     (pods_are_restricted, "router", "spec automountServiceAccountToken", True),
     (pods_are_restricted, "router", "spec volumes 1 hostPath", {"path": "/"}),
     (drains_fit, "router", "spec terminationGracePeriodSeconds", 60),
-    (drains_fit, "decode", "spec containers 0 lifecycle preStop sleep seconds", 5),
+    (drains_fit, "decode", f"{HOOK} 5", "--within=5"),
+    (leaving_workers_ask_who_is_there, "prefill", "spec containers 0 lifecycle preStop", {"sleep": {"seconds": 75}}),
+    (leaving_workers_ask_who_is_there, "decode", f"{HOOK} 3", "--controller=elsewhere:50053"),
+    (leaving_workers_ask_who_is_there, "decode", f"{HOOK} 4", "--after=5"),
     (volumes_are_mounted, "decode", "spec volumes 2 name", "memory"),
     (valkeys_of_the_right_kind, "gcs", "metadata labels app.kubernetes.io/component", "redis"),
 ]

@@ -60,6 +60,10 @@ labels:
 /models/{{ .Values.model.path | default .Values.model.name }}
 {{- end -}}
 
+{{- define "tandem.controller" -}}
+{{ include "tandem.fullname" . }}-controller.{{ .Release.Namespace }}.svc
+{{- end -}}
+
 {{- define "tandem.registry" -}}
 {{ include "tandem.fullname" . }}-registry.{{ .Release.Namespace }}.svc
 {{- end -}}

@@ -71,7 +71,17 @@ spec:
         - {name: raylet, containerPort: 6380}
         - {name: metrics, containerPort: 9400}
       {{- include "tandem.grpcProbes" (dict "port" 6380) | nindent 6 }}
-      lifecycle: {preStop: {sleep: {seconds: {{ include "tandem.workerPauseSeconds" .root }}}}}
+      # Its streams go on elsewhere; when the whole release ends, it waits for router and controller as before.
+      lifecycle:
+        preStop:
+          exec:
+            command:
+              - tandem
+              - leave
+              - --registry={{ include "tandem.registry" .root }}:50052
+              - --controller={{ include "tandem.controller" .root }}:50053
+              - --after={{ add .root.Values.router.preStopSeconds 2 }}
+              - --within={{ include "tandem.workerPauseSeconds" .root }}
       resources:
         {{- toYaml .values.resources | nindent 8 }}
       {{- include "tandem.container" . | nindent 6 }}
