@@ -80,6 +80,7 @@ class RequestTraces:
             {
                 "tandem.attempt": effect.attempt,
                 "tandem.attempt_id": effect.attempt_id,
+                "tandem.hedge": effect.hedge or None,
                 "tandem.reason": plan.reason,
                 "tandem.decode_worker": str(plan.decode),
                 "tandem.prefill_worker": None if plan.prefill is None else str(plan.prefill),

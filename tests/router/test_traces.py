@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +28,8 @@ from core.request import (
 from router import live
 from router.config import RouterConfig
 from router.live import LiveDispatcher
+from router.policy.routing_policy import HedgePolicy, RoutingPolicy
+from router.policy_file import Policy
 from telemetry.router_metrics import RoutingMetrics
 from tests.router.test_live import StubLink
 from tests.telemetry.spans import KeptSpans
@@ -142,6 +145,25 @@ async def test_what_a_worker_refuses_is_said_and_what_fails_too() -> None:
     assert cluster.tree() == [
         "wait", f"attempt !{refused}", f"  reserve !{refused}", f"attempt !{error}", f"  reserve !{error}",
     ]  # fmt: skip
+
+
+async def test_a_hedge_is_an_attempt_beside_the_other_and_the_loser_says_so() -> None:
+    cluster = Cluster(*DECODES)
+    cluster.dispatcher.apply(Policy(routing=RoutingPolicy(hedge=HedgePolicy(after_s=1.0, max_share=1.0))))
+    async with aclosing(cluster.dispatcher.generate(TRACED, Placement.AUTO)) as deltas:
+        first = asyncio.ensure_future(anext(deltas))
+        await asyncio.sleep(0)
+        slow, _ = cluster.busy()
+        cluster.dispatcher._perform(cluster.dispatcher._dispatcher.tick(time.monotonic() + 60.0))
+        (fast,) = [link for link in map(cluster.link, DECODES) if link is not slow]
+        attempt_id = fast.sent[-1].request.request_id
+        fast.on_answer(StepOutput((TokenDelta(attempt_id, 0, (7,), FinishReason.STOP),), WorkerLoad()))
+        await first
+    assert cluster.tree() == [
+        "wait", "attempt !recalled", "  prefill !recalled", "attempt", "  prefill", "  decode",
+    ]  # fmt: skip
+    hedges = [span.attributes.get("tandem.hedge") for span in cluster.kept.spans if span.name == "attempt"]
+    assert hedges == [None, True]
 
 
 async def test_who_has_lost_its_workers_waits_for_others() -> None:
