@@ -14,9 +14,11 @@ import itertools
 from dataclasses import replace
 
 from core.membership import WorkerRef
+from core.request import TokenDelta
 from router.admission.room import PromptsOut
 from router.flow import Leg, Stage
 from router.policy.choose import Plan
+from router.policy.transfer import HandoffWatch
 from router.view import ClusterView
 
 
@@ -35,7 +37,7 @@ class Books:
         attempt_id = f"{leg.flow.request.request_id}#{self._router_id}.{next(self._serials)}"
         leg.request = replace(leg.request, request_id=attempt_id)
         leg.plan, leg.begun_s, leg.prefill_begun_s = plan, now, now
-        leg.prefill_open, leg.placed = True, False
+        leg.prefill_open, leg.placed, leg.watch = True, False, None
         self.attempts[attempt_id] = leg
         for ref in plan.workers:
             self._view.assign(ref, leg.request.num_given_tokens)
@@ -49,6 +51,21 @@ class Books:
     def first_token(self, leg: Leg, worker: WorkerRef, computed_tokens: int, now: float) -> None:
         self._view.learn_pace(worker, leg.prefill_begun_s, now, computed_tokens)
         self._end_prefill(leg)
+        if leg.plan is not None and leg.plan.prefill is not None and len(leg.choices) == 1:
+            leg.watch = HandoffWatch(now)
+
+    def decoded(self, leg: Leg, delta: TokenDelta, now: float) -> None:
+        """The decode worker of a watched hand-off has drawn a token."""
+        watch, plan = leg.watch, leg.plan
+        if watch is None or plan is None or plan.prefill is None:
+            return
+        if watch.kv_bytes:
+            self._view.learn_transfer(plan.decode, plan.prefill, watch.kv_bytes, watch.exposed_s(now), now)
+            leg.watch = None
+        elif delta.usage is not None and delta.usage.kv_bytes_received:
+            watch.landed(delta.usage.kv_bytes_received, now)
+        else:
+            leg.watch = None  # nothing had to move, or its first token overtook the prefill worker's
 
     def outrun(self, leg: Leg, now: float) -> None:
         """Another attempt was faster."""

@@ -21,6 +21,7 @@ from core.errors import InvariantBroken
 from core.membership import WorkerRef
 from core.request import GenerateRequest, Placement, TokenDelta
 from router.policy.choose import Plan
+from router.policy.transfer import HandoffWatch
 
 
 class Stage(StrEnum):
@@ -104,6 +105,7 @@ class Leg:
 
     prefill_open: whoever computes the first token has not sent it. placed: the decode worker has said that it has KV
     blocks for the prompt. rival: a later or earlier attempt at the same, until either has a token.
+    watch: of its hand-off, until the decode worker's second token, where it is of one choice.
     """
 
     flow: Flow
@@ -117,6 +119,7 @@ class Leg:
     begun_s: float = 0.0
     prefill_begun_s: float = 0.0
     rival: Leg | None = None
+    watch: HandoffWatch | None = None
 
     def move(self, to: Stage) -> None:
         if to not in NEXT_STAGES[self.stage]:

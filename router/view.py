@@ -12,6 +12,7 @@ from core.membership import NOTHING_GIVEN, GivenWork, Life, Role, WorkerInfo, Wo
 from core.messages import CacheEvents, PeerConnected
 from router.policy.affinity import place_key
 from router.policy.prefill_queue import WEIGHT, PrefillQueue
+from router.policy.transfer import ExposedShares
 from router.prefix_view import PrefixView
 
 
@@ -23,7 +24,7 @@ class WorkerView:
 
     slot: a small number, nobody else's while it lives. heard_at_s: when it last reported.
     prompt_tokens: left to compute, and kv_tokens: of open requests, whichever router gave them.
-    links: gigabytes/s of the warm KV paths, by the peer's slot.
+    links: gigabytes/s of the warm KV paths, by the peer's slot; lanes: what each goes over.
     """
 
     info: WorkerInfo
@@ -40,6 +41,7 @@ class WorkerView:
     kv_tokens: int = 0
     peers: dict[WorkerRef, PeerConnected] = field(default_factory=dict)
     links: dict[int, float] = field(default_factory=dict)
+    lanes: dict[int, str] = field(default_factory=dict)
     linked: int = 0  # the same slots, as bits
     capacity_tokens: int = field(init=False)
     most_tokens: float = field(init=False)  # of a request that its pool could hold alone
@@ -54,12 +56,13 @@ class WorkerView:
     def ref(self) -> WorkerRef:
         return self.info.ref
 
-    def link(self, slot: int, gbps: float) -> None:
-        self.links[slot] = gbps
+    def link(self, slot: int, path: PeerConnected) -> None:
+        self.links[slot], self.lanes[slot] = path.probe_gbps, path.lane
         self.linked |= 1 << slot
 
     def unlink(self, slot: int) -> None:
         self.links.pop(slot, None)
+        self.lanes.pop(slot, None)
         self.linked &= ~(1 << slot)
 
     def weigh(self) -> None:
@@ -86,6 +89,7 @@ class ClusterView:
         self._slots: dict[int, WorkerView] = {}
         self._ready: _Ready | None = None  # None: to be listed again, as a life or a path changed
         self.prefixes = PrefixView()
+        self.exposed = ExposedShares()
         self.usual_pace: float | None = None  # seconds per prompt token of a worker, as learnt from all
 
     def register(self, info: WorkerInfo, now: float) -> WorkerView:
@@ -174,8 +178,8 @@ class ClusterView:
             return
         worker.peers[link.peer] = link
         if ref in peer.peers:  # both can push to and notify each other
-            worker.link(peer.slot, link.probe_gbps)
-            peer.link(worker.slot, peer.peers[ref].probe_gbps)
+            worker.link(peer.slot, link)
+            peer.link(worker.slot, peer.peers[ref])
             self._ready = None
 
     def assign(self, ref: WorkerRef, num_tokens: int) -> None:
@@ -218,6 +222,14 @@ class ClusterView:
         worker = self._workers.get(ref)
         if worker is not None:
             worker.prefills.learn_outrun(begun_s, now, computed_tokens)
+
+    def learn_transfer(
+        self, decode: WorkerRef, prefill: WorkerRef, kv_bytes: int, exposed_s: float, now: float
+    ) -> None:
+        """A hand-off from `prefill` to `decode` has ended; exposed_s: what its request waited for it."""
+        source, target = self._workers.get(prefill), self._workers.get(decode)
+        if source is not None and target is not None and (gbps := target.links.get(source.slot)):
+            self.exposed.learn(target.lanes[source.slot], kv_bytes / 1e9 / gbps, exposed_s, now)
 
     def _note_pace(self, worker: WorkerView) -> None:
         pace = worker.prefills.seconds_per_token

@@ -97,7 +97,8 @@ def choose(
         return None
     info = decodes[0].worker.info
     block_cost = info.block_bytes / 1e9 / view.usual_pace if view.usual_pace else 0.0
-    model = CostModel(policy, request.num_given_tokens, info.block_size, block_cost, view.usual_pace)
+    exposed = view.exposed.by_lane(now)
+    model = CostModel(policy, request.num_given_tokens, info.block_size, block_cost, view.usual_pace, exposed=exposed)
     if runs:
         longest = runs[-1]
         holder = (longest.holders & -longest.holders).bit_length() - 1

@@ -7,13 +7,14 @@ The terms are added up; each is zero or more, except affinity, which is taken of
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 from core.membership import WorkerRef
 from router.policy.candidates import Candidate
 from router.policy.routing_policy import RoutingPolicy
+from router.policy.transfer import FIRST_SHARE
 from router.view import WorkerView
 
 HOMELESS_COST: Final = 10.0  # of a token for which the decode worker's KV pool has no room now
@@ -60,6 +61,7 @@ class CostModel:
 
     block_cost: of moving one block at 1 gigabyte/s; 0 while no pace is known to compare it with.
     longest_blocks: the longest run of the prompt that anybody caches; holder: slot of one that does.
+    exposed: share of a transfer that its request waits for, by lane (router/policy/transfer.py).
     """
 
     policy: RoutingPolicy
@@ -69,6 +71,7 @@ class CostModel:
     usual_pace: float | None
     longest_blocks: int = 0
     holder: int = 0
+    exposed: Mapping[str, float] = field(default_factory=dict)
 
     def cheapest_local(self, decodes: Sequence[Candidate], cost: float) -> Score:
         """Computing the prompt beside a decode worker's streams; a token costs `cost`. The first among equals."""
@@ -83,21 +86,26 @@ class CostModel:
     def cheapest_remote(self, decodes: Sequence[Candidate], prefills: Sequence[Candidate]) -> Score | None:
         """Over all pairs with a warm path; the first among equals."""
         alone = [(prefill, prefill.worker.slot, self._remote(prefill)) for prefill in prefills]
-        best_cost, best = math.inf, None
+        best_cost, best, exposed = math.inf, None, self.exposed
         for decode in decodes:
-            links, rest, moved = decode.worker.links, self._rest(decode), self._moved(decode)
+            links, lanes, rest, moved = (
+                decode.worker.links,
+                decode.worker.lanes,
+                self._rest(decode),
+                self._moved(decode),
+            )
             for prefill, slot, cost in alone:
                 gbps = links.get(slot)
                 if gbps is None:
                     continue
-                total = cost + rest + (moved / gbps if gbps else 0.0)
+                transfer = moved * exposed.get(lanes[slot], FIRST_SHARE) / gbps if gbps else 0.0
+                total = cost + rest + transfer
                 if total < best_cost:
-                    best_cost, best = total, (decode, prefill, gbps)
+                    best_cost, best = total, (decode, prefill, transfer)
         if best is None:
             return None
-        decode, prefill, gbps = best
+        decode, prefill, transfer = best
         uncached, fetched_tokens = self._prompt_on(prefill)
-        transfer = self._moved(decode) / gbps if gbps else 0.0
         return self._score(decode, prefill, self._queued(prefill), uncached, transfer, fetched_tokens)
 
     def _score(
@@ -152,7 +160,7 @@ class CostModel:
         return cost, 0
 
     def _moved(self, decode: Candidate) -> float:
-        """What the KV that a decode worker lacks costs on a path of 1 gigabyte/s."""
+        """What the KV that a decode worker lacks costs on a path of 1 gigabyte/s, if nothing of that is hidden."""
         num_blocks = -(-self.num_tokens // self.block_size) - decode.hit_blocks
         return num_blocks * self.block_cost * self.policy.transfer_weight
 

@@ -28,17 +28,17 @@ class RoutingPolicy(Strict):
 
     local_prefill_cost: what a prompt token computed on a decode worker costs, as it delays the streams there; None: as
     the router was started. overlap_weight: what a prompt token in a worker's device cache saves. kv_token_cost: what
-    each token of a decode worker's open requests costs the next one. transfer_weight: what a token's worth of KV
-    transfer costs; much of it is hidden behind computing. imbalance: a worker that has more than so many times the work
-    of the least loaded one, this prompt included, is not chosen for what it caches. affinity_tokens: what it is worth
-    to serve a session where it was served before. stale_after_s: a worker that last reported longer ago is used only
-    when all did. hedge: None: no request has two attempts at a time.
+    each token of a decode worker's open requests costs the next one. transfer_weight: what it costs to wait for a
+    token's time for KV to move; how much of a transfer is hidden behind computing is learnt. imbalance: a worker that
+    has more than so many times the work of the least loaded one, this prompt included, is not chosen for what it
+    caches. affinity_tokens: what it is worth to serve a session where it was served before. stale_after_s: a worker
+    that last reported longer ago is used only when all did. hedge: None: no request has two attempts at a time.
     """
 
     local_prefill_cost: Annotated[float, Field(ge=1)] | None = None
     overlap_weight: Annotated[float, Field(ge=0, le=1)] = 1.0
     kv_token_cost: Weight = 0.2
-    transfer_weight: Weight = 0.5
+    transfer_weight: Weight = 1.0
     imbalance: Annotated[float, Field(ge=1)] = 4.0
     affinity_tokens: Annotated[float, Field(ge=0)] = 64.0
     stale_after_s: Annotated[float, Field(gt=0, le=60)] = 3.0

@@ -13,6 +13,7 @@ from core.request import GenerateRequest, Placement, SamplingParams, StopConditi
 from router.policy import candidates
 from router.policy.choose import Ask, Plan, PlanReason, choose
 from router.policy.routing_policy import RoutingPolicy
+from router.policy.transfer import FIRST_SHARE
 from router.view import ClusterView
 
 BLOCK_SIZE = 16
@@ -113,9 +114,9 @@ def test_costs_are_in_tokens_of_usual_pace() -> None:
     cluster.cache("p0", 10)
     cluster.load("p0", 50)
     cluster.load("d0", 64)
-    score = cluster.plan(Placement.REMOTE, transfer_weight=0.5, kv_token_cost=0.25).scores[0]
+    score = cluster.plan(Placement.REMOTE, transfer_weight=0.8, kv_token_cost=0.25).scores[0]
     assert (score.work, score.uncached, score.computed_tokens) == (50.0, NUM_TOKENS - 160, NUM_TOKENS - 160)
-    assert score.transfer == pytest.approx(21 * BLOCK_BYTES / 2e9 / 0.001 * 0.5)
+    assert score.transfer == pytest.approx(21 * BLOCK_BYTES / 2e9 / 0.001 * 0.8 * FIRST_SHARE)
     assert (score.occupancy, score.affinity) == (16.0, 0.0)
     assert score.total == score.work + score.uncached + score.transfer + score.occupancy
     assert str(score).startswith("p0>d0 ")
