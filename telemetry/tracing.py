@@ -7,18 +7,23 @@ a request.
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from opentelemetry import trace
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import SpanLimits, TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
+from opentelemetry.sdk.trace import ReadableSpan, SpanLimits, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from telemetry.logs import log_state
+
+logger = logging.getLogger(__name__)
 
 Attribute = str | int | float | bool | tuple[str, ...]
 
@@ -69,11 +74,32 @@ class Span:
         self._span.end()
 
 
+class _Collector(SpanExporter):
+    """Says once that spans do not arrive, and once that they do again: OpenTelemetry says it with each batch."""
+
+    def __init__(self, exporter: SpanExporter) -> None:
+        self._exporter = exporter
+        self._there = True
+        logging.getLogger("opentelemetry.exporter").setLevel(logging.CRITICAL)
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        result = self._exporter.export(spans)
+        there = result is SpanExportResult.SUCCESS
+        if there is not self._there:
+            self._there = there
+            state = "collector back" if there else "collector away"
+            log_state(logger, logging.INFO if there else logging.WARNING, state=state, num_spans=len(spans))
+        return result
+
+    def shutdown(self) -> None:
+        self._exporter.shutdown()
+
+
 class Tracer:
     """One process's. service: what it is; instance: which one of them. exporter: for tests."""
 
     def __init__(self, config: TraceConfig, service: str, instance: str, exporter: SpanExporter | None = None) -> None:
-        self._exporter = exporter or OTLPSpanExporter(endpoint=config.endpoint, timeout=SEND_TIMEOUT_S)
+        self._exporter = _Collector(exporter or OTLPSpanExporter(endpoint=config.endpoint, timeout=SEND_TIMEOUT_S))
         self._processor = BatchSpanProcessor(self._exporter, max_queue_size=MAX_WAITING_SPANS)
         provider = TracerProvider(
             sampler=ParentBased(TraceIdRatioBased(config.ratio)),

@@ -98,3 +98,31 @@ def test_a_collector_that_is_away_is_an_error_of_nobody() -> None:
     assert span is not None
     span.end()
     tracer.close(0.05)
+
+
+class FlakyExporter(SpanExporter):
+    """Answers as it is told to; then well."""
+
+    def __init__(self, *answers: SpanExportResult) -> None:
+        self._answers = list(answers)
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        return self._answers.pop(0) if self._answers else SpanExportResult.SUCCESS
+
+    def shutdown(self) -> None:
+        pass
+
+
+def test_a_collector_that_goes_and_comes_back_is_two_lines_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    failure = SpanExportResult.FAILURE
+    tracer = tracer_of(FlakyExporter(SpanExportResult.SUCCESS, failure, failure, failure))
+    for _ in range(6):
+        span = tracer.start("s", None)
+        assert span is not None
+        span.end()
+        tracer.close(30.0)
+    assert [record.getMessage() for record in caplog.records] == [
+        'state="collector away" num_spans=1',
+        'state="collector back" num_spans=1',
+    ]
