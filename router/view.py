@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass, field, replace
+from typing import Final
 
 from core.errors import BadRequest
 from core.membership import NOTHING_GIVEN, GivenWork, Life, Role, WorkerInfo, WorkerLoad, WorkerRef, next_life
@@ -14,6 +15,8 @@ from router.policy.affinity import place_key
 from router.policy.prefill_queue import WEIGHT, PrefillQueue
 from router.policy.transfer import ExposedShares
 from router.prefix_view import PrefixView
+
+MOST_DEAD: Final = 65_536  # about 15 MB; more than 60 deaths of each worker that a router takes
 
 
 @dataclass(slots=True, eq=False)
@@ -85,7 +88,7 @@ class ClusterView:
 
     def __init__(self) -> None:
         self._workers: dict[WorkerRef, WorkerView] = {}
-        self._dead: set[WorkerRef] = set()
+        self._dead: dict[WorkerRef, None] = {}  # the latest reported, or refused, last
         self._slots: dict[int, WorkerView] = {}
         self._ready: _Ready | None = None  # None: to be listed again, as a life or a path changed
         self.prefixes = PrefixView()
@@ -98,6 +101,7 @@ class ClusterView:
         Raises: BadRequest: it serves another model or layout than the others, or is reported dead.
         """
         if info.ref in self._dead:
+            self.bury(info.ref)
             raise BadRequest("worker.ref", f"incarnation {info.ref} is reported dead: start again as a new one")
         for other in self._workers.values():
             if other.info.identity_digest != info.identity_digest:
@@ -156,8 +160,15 @@ class ClusterView:
         return True
 
     def bury(self, ref: WorkerRef) -> None:
-        """The process of this incarnation has ended: whoever calls itself so is refused from now on."""
-        self._dead.add(ref)
+        """The process of this incarnation has ended: whoever calls itself so is refused from now on.
+
+        A worker that lives all the same announces itself every second, which each time makes it the latest again. So
+        the one that is forgotten after MOST_DEAD others was silent while all of these died.
+        """
+        self._dead.pop(ref, None)
+        self._dead[ref] = None
+        if len(self._dead) > MOST_DEAD:
+            del self._dead[next(iter(self._dead))]
 
     def heard(self, ref: WorkerRef, load: WorkerLoad, others: GivenWork, now: float) -> None:
         """What a worker says of itself, and of what other routers have given it."""

@@ -1,6 +1,7 @@
 """Compiles a caller's grammar in a process of its own before any worker sees it (engine/grammar_check.py).
 
-A grammar that ends that process, or keeps it busy too long, is refused, and the next one gets a new process.
+A grammar that ends that process, or keeps it busy too long, is refused, and the next one gets a new process. Tenants
+take turns.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ import logging
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections import OrderedDict
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Final
 
 from core.errors import BadRequest, Rejected, RejectReason
 from core.request import Grammar
+from router.admission.policy import ANONYMOUS
+from router.front.fair_turn import FairTurn
 from telemetry.logs import log_state
 
 logger = logging.getLogger(__name__)
@@ -34,32 +37,33 @@ class GrammarGate:
     def __init__(self, model_folder: Path, vocab_size: int) -> None:
         self._arguments = ("-m", "engine.grammar_check", str(model_folder), str(vocab_size))
         self._process: Process | None = None
-        self._turn = asyncio.Lock()
+        self._turn = FairTurn()
         self._known: OrderedDict[Grammar, str | None] = OrderedDict()  # what is wrong with it, if anything
 
-    async def check(self, grammar: Grammar) -> None:
+    async def check(self, grammar: Grammar, tenant: str) -> None:
         """Raises: BadRequest: on `grammar`: it does not compile. Rejected: others keep the process busy."""
         if grammar not in self._known:
-            try:
-                async with asyncio.timeout(QUEUE_TIMEOUT_S):
-                    await self._turn.acquire()
-            except TimeoutError as error:
-                raise Rejected(RejectReason.QUEUE_TIMEOUT, "too many grammars wait to be compiled") from error
-            try:
-                if grammar not in self._known:  # another one may have asked meanwhile
-                    self._known[grammar] = await self._compile(grammar)
-            finally:
-                self._turn.release()
-            if len(self._known) > MAX_REMEMBERED:
-                self._known.popitem(last=False)
+            await self._learn(grammar, tenant)
         fault = self._known[grammar]
         if fault is not None:
             raise BadRequest("grammar", fault)
 
+    async def _learn(self, grammar: Grammar, tenant: str) -> None:
+        async with AsyncExitStack() as stack:
+            try:
+                async with asyncio.timeout(QUEUE_TIMEOUT_S):
+                    await stack.enter_async_context(self._turn.of(tenant))
+            except TimeoutError as error:
+                raise Rejected(RejectReason.QUEUE_TIMEOUT, "too many grammars wait to be compiled") from error
+            if grammar not in self._known:  # another one may have asked meanwhile
+                self._known[grammar] = await self._compile(grammar)
+            if len(self._known) > MAX_REMEMBERED:
+                self._known.popitem(last=False)
+
     async def start(self) -> None:
         """Start the process before its first question, so that no caller waits for it. Need not be called."""
         with suppress(Rejected):
-            async with self._turn:
+            async with self._turn.of(ANONYMOUS):
                 await self._start()
 
     async def close(self) -> None:

@@ -109,7 +109,7 @@ class Draft:
 
 
 # Raises BadRequest on `grammar` where it does not compile, Rejected where that cannot be found out now.
-GrammarCheck = Callable[[Grammar], Awaitable[None]]
+GrammarCheck = Callable[[Grammar, str], Awaitable[None]]  # and whose it is
 
 
 class Intake:
@@ -151,7 +151,7 @@ class Intake:
         )
         self._check_scores(request)
         if draft.grammar is not None:
-            await self._check_grammar(draft.grammar)
+            await self._check_grammar(draft.grammar, draft.tenant)
         return request
 
     def _check_names(self, draft: Draft) -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import random
 from itertools import count
 
+import pytest
+
+from core.errors import BadRequest
 from core.membership import GivenWork, Life, Role, WorkerInfo, WorkerLoad, WorkerRef
 from core.messages import (
     CacheEvents,
@@ -18,6 +21,7 @@ from core.messages import (
     StepOutput,
 )
 from core.request import FinishReason, GenerateRequest, Placement, SamplingParams, StopConditions, TokenDelta
+from router import view
 from router.config import DispatcherConfig
 from router.dispatcher import Dispatcher
 from router.effects import Effect, Send
@@ -112,3 +116,26 @@ def test_no_counter_falls_below_zero_and_no_role_is_ready_that_is_not() -> None:
         except BaseException as error:
             error.add_note(f"seed {seed}")
             raise
+
+
+def test_the_dead_are_remembered_within_a_bound_and_one_that_still_comes_is_never_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(view, "MOST_DEAD", 10)
+    known = ClusterView()
+
+    def come(name: str) -> None:
+        info = WorkerInfo(WorkerRef("d0", name), Role.DECODE, "d0:1", b"id", 16, 1024, 100, 1024)
+        known.register(info, now=0.0)
+
+    known.bury(WorkerRef("d0", "lives"))
+    for life in range(100):
+        known.bury(WorkerRef("d0", str(life)))
+        if life % 5 == 0:
+            with pytest.raises(BadRequest, match="reported dead"):
+                come("lives")
+    assert len(known._dead) == 10
+    for refused in ("99", "lives"):
+        with pytest.raises(BadRequest, match="reported dead"):
+            come(refused)
+    come("0")  # the control: silent while many others died

@@ -33,21 +33,21 @@ async def gate(model_folder: Path) -> AsyncIterator[GrammarGate]:
 
 
 async def test_what_ends_or_hangs_the_compiler_is_refused(gate: GrammarGate, monkeypatch: pytest.MonkeyPatch) -> None:
-    await gate.check(SIMPLE)
+    await gate.check(SIMPLE, "")
     with pytest.raises(BadRequest, match="unclosed group"):
-        await gate.check(Grammar(GrammarKind.REGEX, "(a"))
+        await gate.check(Grammar(GrammarKind.REGEX, "(a"), "")
     with pytest.raises(BadRequest, match="recursion limit"):
-        await gate.check(NESTED)
+        await gate.check(NESTED, "")
     first = gate._process
     with pytest.raises(BadRequest, match="nests too deep"):
-        await gate.check(CRASHES)
-    await gate.check(Grammar(GrammarKind.REGEX, "b"))
+        await gate.check(CRASHES, "")
+    await gate.check(Grammar(GrammarKind.REGEX, "b"), "")
     assert first is not None and first.returncode is not None and gate._process is not first
     monkeypatch.setattr(grammar_gate, "CHECK_TIMEOUT_S", 0.5)
     with pytest.raises(BadRequest, match="did not compile within"):
-        await gate.check(HANGS)
+        await gate.check(HANGS, "")
     assert gate._process is None
-    await gate.check(SIMPLE)  # remembered: no process is needed
+    await gate.check(SIMPLE, "")  # remembered: no process is needed
     assert gate._process is None
 
 
@@ -63,6 +63,22 @@ async def test_what_many_bring_at_once_is_compiled_once(
         return fault
 
     monkeypatch.setattr(gate, "_compile", compile_it)
-    outcomes = await asyncio.gather(*(gate.check(SIMPLE) for _ in range(10)), return_exceptions=True)
+    outcomes = await asyncio.gather(*(gate.check(SIMPLE, "") for _ in range(10)), return_exceptions=True)
     assert asked == [SIMPLE]
     assert all(isinstance(outcome, BadRequest) if fault else outcome is None for outcome in outcomes)
+
+
+async def test_a_tenant_with_many_grammars_holds_up_another_by_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, asked = GrammarGate(tmp_path, VOCAB_SIZE), list[str]()
+
+    async def compile_it(grammar: Grammar) -> str | None:
+        asked.append(grammar.source)
+        await asyncio.sleep(0)
+        return None
+
+    monkeypatch.setattr(gate, "_compile", compile_it)
+    many = [gate.check(Grammar(GrammarKind.REGEX, f"a{number}"), "many") for number in range(20)]
+    await asyncio.gather(*many, gate.check(Grammar(GrammarKind.REGEX, "b"), "one"))
+    assert asked.index("b") == 2
