@@ -144,6 +144,23 @@ async def test_notices_before_listen_wait(ends: Ends) -> None:
     await late.close()
 
 
+@pytest.mark.parametrize("act", ["push", "notify", "close"])
+async def test_whatever_a_peer_does_ends_a_threads_rest(ends: Ends, act: str) -> None:
+    periods = PollingPeriods(linger_s=1e-3, idle_s=60.0)
+    source, target = (ends.make(name, periods=periods) for name in ("prefill-0", "decode-0"))
+    await connect(source, target)
+    await connect(target, source)
+    await asyncio.sleep(20e-3)  # both rest
+    match act:
+        case "push":
+            await source.transport.push(target.ref, [0], [0], b"")
+        case "notify":
+            await source.transport.notify(target.ref, b"")
+        case "close":
+            await source.transport.close()
+    await until(lambda: bool(target.lost if act == "close" else target.notices))
+
+
 @pytest.mark.parametrize("heard", [True, False])
 async def test_what_no_ring_announces_is_found_later_and_said(
     ends: Ends, heard: bool, caplog: pytest.LogCaptureFixture
