@@ -242,12 +242,15 @@ class NixlEngine:
     def _post(self, peer: Peer, handle: Any, done: Completion, payload_bytes: int) -> None:
         operation = Operation(peer, handle, done, payload_bytes, time.perf_counter())
         peer.num_operations += 1
-        over = self._is_over(operation, lambda: self._agent.transfer(handle))
-        self._wake(peer)
-        if over:
+        if self._is_over(operation, lambda: self._transfer(peer, handle)):
             self._remove_if_settled(peer)
         else:
             self._operations.append(operation)
+
+    def _transfer(self, peer: Peer, handle: Any) -> str:
+        state: str = self._agent.transfer(handle)
+        self._wake(peer)  # at once: to tell the caller may take until the event loop lets go of the interpreter
+        return state
 
     def _wake(self, peer: Peer) -> None:
         peer.rung_s = time.perf_counter()

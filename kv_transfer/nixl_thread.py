@@ -136,8 +136,7 @@ class NixlThread:
                 time.monotonic(), ran=ran, moved=moved, rung=rung, in_flight=engine.num_in_flight > 0
             )
             if rhythm.unrung and not was_unrung:
-                address = self._doorbell.address
-                logger.warning("peers' datagrams to %s do not arrive: looking for notices every %g s", address, wait_s)
+                logger.warning("peers' datagrams to %s do not arrive: notices are looked for", self._doorbell.address)
 
     def _run_commands(self, engine: NixlEngine, wait_s: float) -> bool:
         """Run what was submitted; sleep up to `wait_s` for the first. Returns whether there was any."""

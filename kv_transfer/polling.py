@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-MANY_MISSED: Final = 3  # in a row: a ring that crossed with the look that found its notice is no loss
+MANY_MISSED: Final = 3  # in a row: on busy cores a ring may come much later than its notice
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,8 @@ class PollingRhythm:
         self._periods = periods
         self._active_until_s = 0.0
         self._idle = False
-        self._num_missed = 0  # notices in a row that were found by chance
+        self._unannounced = False  # a notice was found by chance, and its ring has not come yet
+        self._num_missed = 0  # of these in a row, those whose rings did not come before the next rest either
 
     @property
     def unrung(self) -> bool:
@@ -39,9 +40,10 @@ class PollingRhythm:
         ran: a command. moved: a notice came or an operation settled. rung: a peer ended the sleep before the pass.
         """
         if rung:
-            self._num_missed = 0
-        elif self._idle and moved and not ran:
-            self._num_missed += 1
+            self._unannounced, self._num_missed = False, 0
+        elif self._idle:
+            self._num_missed += self._unannounced
+            self._unannounced = moved and not ran
         if ran or moved or rung:
             self._active_until_s = now_s + self._periods.linger_s
         self._idle = not (ran or moved or in_flight or now_s < self._active_until_s)
