@@ -1,6 +1,6 @@
 """How much of a hand-off's time a client waits for: prompts prefilled here, their KV pushed to another process.
 
-    python -m bench.kv_overlap [--rounds 3] [--prompts 256,512,1024,2048] [--dtype float32]
+    python -m bench.kv_overlap [--rounds 3] [--prompts 256,512,1024,2048] [--dtype float32] [--token-budget 256]
 
 Real engine, scheduler, sessions, driver, checksums and NIXL; the other process is a target that decodes nothing. With
 overlap each chunk's blocks are pushed while the next chunk computes; without it all are pushed when the prompt is done.
@@ -184,10 +184,11 @@ class Bench:
         return Handoff(first_token_s - started_s, landed_s - started_s)
 
 
-async def run(prompts: list[int], rounds: int, dtype: str) -> None:
+async def run(prompts: list[int], rounds: int, dtype: str, token_budget: int) -> None:
     config = WorkerConfig(
-        "prefill-0", "bench", Role.PREFILL, default_model_folder(), "none", dtype=dtype, num_blocks=NUM_BLOCKS
-    )
+        "prefill-0", "bench", Role.PREFILL, default_model_folder(), ("none",),
+        dtype=dtype, num_blocks=NUM_BLOCKS, token_budget=token_budget,
+    )  # fmt: skip
     source = Source(await asyncio.to_thread(build_engine, config))
     target = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "bench.kv_overlap", "--target",
@@ -231,12 +232,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--prompts", default="256,512,1024,2048", help="their lengths in tokens")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--token-budget", type=int, default=256, help="tokens of a chunk; a last block alone: 16")
     parser.add_argument("--target", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.target:
         asyncio.run(be_target())
     else:
-        asyncio.run(run([int(text) for text in arguments.prompts.split(",")], arguments.rounds, arguments.dtype))
+        prompts = [int(text) for text in arguments.prompts.split(",")]
+        asyncio.run(run(prompts, arguments.rounds, arguments.dtype, arguments.token_budget))
 
 
 if __name__ == "__main__":

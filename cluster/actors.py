@@ -23,7 +23,7 @@ from typing import Any, Final
 
 from cluster import processes
 from cluster.burial import Location
-from cluster.ray_runtime import note_this_actor, this_host
+from cluster.ray_runtime import note_this_actor, this_host, this_hosts_labels
 from cluster.worker_config import WorkerConfig
 from core.identity import SCHEMA_REVISION
 from core.membership import Role, WorkerInfo
@@ -31,6 +31,7 @@ from telemetry.logs import setup_logs
 
 # One engine step is small: more threads than one would only wait for each other, and two workers would share them.
 WORKER_ENVIRONMENT: Final = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+NVLINK_LABEL: Final = "ray.io/gpu-domain"  # of a Ray host: KubeRay's name for a domain of GPUs joined by NVLink
 ROUTER_ENVIRONMENT: Final = {"TOKENIZERS_PARALLELISM": "false"}
 
 
@@ -117,7 +118,8 @@ class WorkerActor(_HostActor):
         setup_logs(config.worker_id)
         if config.cpu_core is not None:
             os.sched_setaffinity(0, {config.cpu_core})
-        info: WorkerInfo = await super().start(config)
+        domain = this_hosts_labels().get(NVLINK_LABEL, "")
+        info: WorkerInfo = await super().start(replace(config, nvlink_domain=domain))
         self._started, self._serves = ServingWorker(config, info), True
         return info
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Final
@@ -84,7 +85,10 @@ class ClusterConfig:
     redis_url: str | None = None
     """Redis or Valkey of the shared prefix index and limits; None: an embedded Valkey on loopback."""
     kv_interface: str = "lo"
-    """Network interfaces that the KV transfer listens on and uses, by name: "lo" is this machine alone."""
+    """Network interfaces that the KV transfer listens on and uses, by name: "lo" is this machine alone; "eth0,eth1"
+    both; "mlx5_0:1;mlx5_1:1" one for each worker, in turn."""
+    numa_nodes: str = ""
+    """NUMA nodes whose cores, and so whose memory, workers take in turn: "0", "0,1"; empty: any."""
     kv_checksums: bool = True
     """Check that every pushed KV block arrived whole (in host memory): about 0.2 % of a prompt's time."""
     kv_load_failure_policy: str = "recompute"
@@ -153,9 +157,14 @@ class ClusterConfig:
         require_range("prefill_price_per_hour", self.prefill_price_per_hour, 0.0, 1e6)
         require_range("decode_price_per_hour", self.decode_price_per_hour, 0.0, 1e6)
         require_range("trace_ratio", self.trace_ratio, 0.0, 1.0)
+        if not all(node.isdecimal() for node in self.numa_nodes.split(",") if self.numa_nodes):
+            raise BadRequest("numa_nodes", f"must be numbers with commas between them, got {self.numa_nodes!r}")
+        if self.numa_nodes and self.pin_workers:
+            raise BadRequest("numa_nodes", "cannot be combined with pin_workers")
         # What a router or a worker would refuse is refused here already.
         DispatcherConfig(local_prefill_cost=self.local_prefill_cost)
-        worker_config(self, "any", "any", Role.DECODE, router_addresses=self.registry_addresses)
+        for worker_id, role in self.roles:
+            worker_config(self, worker_id, "any", role, router_addresses=self.registry_addresses)
 
     @property
     def served_model_name(self) -> str:
@@ -200,14 +209,27 @@ class ClusterConfig:
             *((f"decode-{index}", Role.DECODE) for index in range(self.num_decode)),
         )
 
+    def ordinal(self, worker_id: str) -> int:
+        """Its place among the cluster's workers; 0 if it is none."""
+        names = [name for name, _ in self.roles]
+        return names.index(worker_id) if worker_id in names else 0
+
 
 def worker_config(cluster: ClusterConfig, worker_id: str, incarnation: str, role: Role, **rest: Any) -> WorkerConfig:
     """A worker's share of the cluster's settings; `rest` holds what only the launcher knows."""
     shared = {item.name for item in fields(WorkerConfig)} & {item.name for item in fields(ClusterConfig)}
-    values = {name: getattr(cluster, name) for name in shared} | rest
+    values = {name: getattr(cluster, name) for name in shared}
+    turn = cluster.ordinal(worker_id)
+    values["kv_interface"] = _taken(cluster.kv_interface.split(";"), turn)
+    values["numa_node"] = int(_taken(cluster.numa_nodes.split(","), turn)) if cluster.numa_nodes else None
+    values |= rest
     place = dict(cluster.roles).get(worker_id, role)  # its hardware, whatever it serves as
     price = cluster.prefill_price_per_hour if place is Role.PREFILL else cluster.decode_price_per_hour
     return WorkerConfig(worker_id=worker_id, incarnation=incarnation, role=role, price_per_hour=price, **values)
+
+
+def _taken(choices: Sequence[str], turn: int) -> str:
+    return choices[turn % len(choices)]
 
 
 def router_config(cluster: ClusterConfig) -> RouterConfig:

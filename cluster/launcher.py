@@ -187,7 +187,7 @@ class Launcher:
             order.role,
             router_addresses=self._config.registry_addresses,
             cpu_core=self._core_of(ref.worker_id),
-            gpu_index=self._ordinal(ref.worker_id),
+            gpu_index=self._config.ordinal(ref.worker_id),
             log_file=self._log(ref.worker_id),
         )
 
@@ -203,11 +203,7 @@ class Launcher:
         cores = sorted(os.sched_getaffinity(0))
         if not self._config.pin_workers or len(cores) < len(self._config.roles):
             return None
-        return cores[self._ordinal(worker_id)]
-
-    def _ordinal(self, worker_id: str) -> int:
-        """Its place among the cluster's workers."""
-        return [name for name, _ in self._config.roles].index(worker_id)
+        return cores[self._config.ordinal(worker_id)]
 
     def _log(self, name: str) -> Path:
         return self._logs / f"{name}.log"

@@ -65,6 +65,14 @@ def this_host() -> str:
     return str(ray.get_runtime_context().get_node_id())
 
 
+def this_hosts_labels() -> dict[str, str]:
+    """What `ray start --labels` said of the host that this actor runs on, and Ray's own labels."""
+    import ray
+
+    labels: dict[str, Any] = ray.get_runtime_context().get_node_labels()  # Ray's hint says lists
+    return labels
+
+
 def note_this_actor(note: bytes) -> None:
     """Keep a note on this actor, by its name, for longer than it lives."""
     import ray

@@ -62,6 +62,10 @@ class WorkerConfig:
     """As in ClusterConfig."""
     cpu_core: int | None = None
     """Core to run on; None: any."""
+    numa_node: int | None = None
+    """NUMA node to run on; None: any."""
+    nvlink_domain: str = ""
+    """Name of the NVLink domain that its host belongs to; empty: none, or not known."""
     gpu_index: int = 0
     """GPU to compute on, where an engine for GPUs is chosen; counted round where there are fewer."""
     lease_s: float = 10.0
@@ -83,6 +87,8 @@ class WorkerConfig:
                 raise BadRequest(name, "must not be empty")
         if self.cpu_core is not None:
             require_range("cpu_core", self.cpu_core, 0, 4095)
+        if self.numa_node is not None:
+            require_range("numa_nodes", self.numa_node, 0, 1023)
         require_range("gpu_index", self.gpu_index, 0, 4095)
         require_range("lease_s", self.lease_s, 0.1, 3600.0)
         if self.dtype not in DTYPES:

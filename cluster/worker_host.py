@@ -22,6 +22,7 @@ from prometheus_client import CollectorRegistry, start_http_server
 from tandem.v1 import worker_pb2_grpc as pb_grpc
 
 from cluster.addresses import listening_address
+from cluster.affinity import require_interfaces, run_on_numa_node
 from cluster.announcing import announce_forever
 from cluster.peers import Peers
 from cluster.router_streams import RouterStream, RouterStreams
@@ -81,6 +82,9 @@ class WorkerHost:
 
     async def start(self, config: WorkerConfig) -> WorkerInfo:
         """Raises BadModel or BadRequest: the configuration cannot be served."""
+        require_interfaces(config.kv_interface)
+        if config.numa_node is not None:
+            run_on_numa_node(config.numa_node)
         self._config = config
         self._orphaned_blocks = 0
         self._tasks = BackgroundTasks(self._broken)
@@ -192,6 +196,7 @@ class WorkerHost:
             num_blocks=engine.pool.num_blocks,
             max_context_tokens=engine.runner.max_context_tokens,
             metrics_address=f"{host}:{self._metrics_server.server_port}",
+            nvlink_domain=self._config.nvlink_domain,
         )
 
     # --- what happens -------------------------------------------------------------------------------------------

@@ -74,6 +74,7 @@ class WorkerInfo:
     num_blocks: int
     max_context_tokens: int
     metrics_address: str = ""
+    nvlink_domain: str = ""  # workers of one domain reach each other's GPUs by NVLink; empty: not known
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,6 +41,7 @@ def encode_info(info: WorkerInfo) -> pb.WorkerInfo:
         num_blocks=info.num_blocks,
         max_context_tokens=info.max_context_tokens,
         metrics_address=info.metrics_address,
+        nvlink_domain=info.nvlink_domain,
     )
 
 
@@ -56,6 +57,7 @@ def decode_info(message: pb.WorkerInfo) -> WorkerInfo:
         num_blocks=message.num_blocks,
         max_context_tokens=message.max_context_tokens,
         metrics_address=message.metrics_address,
+        nvlink_domain=message.nvlink_domain,
     )
 
 

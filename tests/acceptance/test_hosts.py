@@ -34,7 +34,7 @@ SHORT = next(case for case in CASES if case.name == "short")
 DRAIN_S = 20.0
 VALUES = {
     "router": {"replicas": 2},
-    "prefill": {"replicas": 1},
+    "prefill": {"replicas": 1, "rayLabels": {"ray.io/gpu-domain": "nvlink-0"}},
     "decode": {"replicas": 2},
     "config": {"num_blocks": 256, "drain_timeout_s": DRAIN_S, "drain_finish_s": 0.3, "start_timeout_s": 120},
     "ray": {"auth": {"secretName": "ray"}},
@@ -198,6 +198,8 @@ def test_probes_answer(cluster: Cluster) -> None:
 def test_kv_moves_from_host_to_host_by_tcp(cluster: Cluster) -> None:
     hosts_of_workers = {item.worker.address.rpartition(":")[0] for item in cluster.running.workers().values()}
     assert hosts_of_workers == {cluster.hosts[name].address for name in ("prefill", "decode-a", "decode-b")}
+    domains = {name: item.worker.nvlink_domain for name, item in cluster.running.workers().items()}
+    assert domains == {"prefill-0": "nvlink-0", "decode-0": "", "decode-1": ""}
     sent_before = {name: host.bytes_sent() for name, host in cluster.hosts.items()}
     kv_bytes = complete(cluster, "moves")
     sent = {name: host.bytes_sent() - sent_before[name] for name, host in cluster.hosts.items()}

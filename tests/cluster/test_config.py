@@ -124,6 +124,36 @@ def test_a_worker_listens_where_its_host_has_an_address() -> None:
     assert caught.value.field == "kv_interface"
 
 
+def test_workers_take_interfaces_and_numa_nodes_in_turn() -> None:
+    cluster = ClusterConfig(MODEL, num_prefill=1, num_decode=2, kv_interface="mlx5_0:1,eth0;mlx5_1:1", numa_nodes="4,7")
+    taken = [
+        (config.worker_id, config.kv_interface, config.numa_node)
+        for config in (
+            worker_config(cluster, name, "9f3a", role, router_addresses=("127.0.0.1:1",))
+            for name, role in cluster.roles
+        )
+    ]
+    assert taken == [("prefill-0", "mlx5_0:1,eth0", 4), ("decode-0", "mlx5_1:1", 7), ("decode-1", "mlx5_0:1,eth0", 4)]
+    anywhere = worker_config(ClusterConfig(MODEL), "decode-0", "9f3a", Role.DECODE, router_addresses=("127.0.0.1:1",))
+    assert (anywhere.kv_interface, anywhere.numa_node) == ("lo", None)
+
+
+@pytest.mark.parametrize(
+    ("field", "settings"),
+    [
+        ("numa_nodes", {"numa_nodes": "0,"}),
+        ("numa_nodes", {"numa_nodes": "-1"}),
+        ("numa_nodes", {"numa_nodes": "5000"}),
+        ("numa_nodes", {"numa_nodes": "0", "pin_workers": True}),
+        ("kv_interface", {"kv_interface": "eth0;"}),
+    ],
+)
+def test_affinities_that_nobody_can_take_are_refused(field: str, settings: dict[str, Any]) -> None:
+    with pytest.raises(BadRequest) as caught:
+        ClusterConfig(MODEL, **settings)
+    assert caught.value.field == field
+
+
 @pytest.mark.parametrize("text", ["- a\n- b\n", "a: [\n", "nonsense"])
 def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path, text: str) -> None:
     file = tmp_path / "cluster.yaml"

@@ -26,7 +26,7 @@ class WorkerRef(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ...) -> None: ...
 
 class WorkerInfo(_message.Message):
-    __slots__ = ("ref", "role", "address", "identity_digest", "block_size", "block_bytes", "num_blocks", "max_context_tokens", "metrics_address")
+    __slots__ = ("ref", "role", "address", "identity_digest", "block_size", "block_bytes", "num_blocks", "max_context_tokens", "metrics_address", "nvlink_domain")
     REF_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -36,6 +36,7 @@ class WorkerInfo(_message.Message):
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     MAX_CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     METRICS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    NVLINK_DOMAIN_FIELD_NUMBER: _ClassVar[int]
     ref: WorkerRef
     role: Role
     address: str
@@ -45,7 +46,8 @@ class WorkerInfo(_message.Message):
     num_blocks: int
     max_context_tokens: int
     metrics_address: str
-    def __init__(self, ref: _Optional[_Union[WorkerRef, _Mapping]] = ..., role: _Optional[_Union[Role, str]] = ..., address: _Optional[str] = ..., identity_digest: _Optional[bytes] = ..., block_size: _Optional[int] = ..., block_bytes: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_context_tokens: _Optional[int] = ..., metrics_address: _Optional[str] = ...) -> None: ...
+    nvlink_domain: str
+    def __init__(self, ref: _Optional[_Union[WorkerRef, _Mapping]] = ..., role: _Optional[_Union[Role, str]] = ..., address: _Optional[str] = ..., identity_digest: _Optional[bytes] = ..., block_size: _Optional[int] = ..., block_bytes: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_context_tokens: _Optional[int] = ..., metrics_address: _Optional[str] = ..., nvlink_domain: _Optional[str] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
     __slots__ = ("waiting_requests", "running_requests", "waiting_tokens", "free_blocks", "used_blocks", "quarantined_blocks")
