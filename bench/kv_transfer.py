@@ -31,6 +31,7 @@ import numpy as np
 
 from core.identity import CacheIdentity
 from core.membership import WorkerRef
+from kv_transfer.doorbell import Doorbell
 from kv_transfer.nixl import NixlTransport
 from kv_transfer.nixl_library import load_nixl
 from kv_transfer.nixl_probe import Envelope
@@ -147,7 +148,8 @@ def socket_path(blocks: np.ndarray, port: int) -> Path:
 def bare_nixl_path(blocks: np.ndarray, peer: PoolDescription) -> Path:
     agent: Any = load_nixl("DRAM").open_agent(f"bare@{os.getpid()}-{peer.block_bytes}")
     agent.register_memory([(blocks.ctypes.data, blocks.nbytes, 0, "")], "DRAM")
-    name = agent.add_remote_agent(Envelope.decode(peer.agent_metadata).metadata).decode()
+    envelope, doorbell = Envelope.decode(peer.agent_metadata), Doorbell("127.0.0.1")
+    name = agent.add_remote_agent(envelope.metadata).decode()
 
     def prepare(side: str, address: int) -> Any:
         row = [address, peer.block_bytes, 0, peer.block_bytes, peer.num_blocks]
@@ -159,8 +161,10 @@ def bare_nixl_path(blocks: np.ndarray, peer: PoolDescription) -> Path:
         source_ids, target_ids = np.array(source, dtype=np.int32), np.array(target, dtype=np.int32)
         handle = agent.make_prepped_xfer("WRITE", ours, source_ids, theirs, target_ids, b"Nbare")
         state = agent.transfer(handle)
+        doorbell.ring(envelope.bell)
         while state == "PROC":
             time.sleep(100e-6)
+            doorbell.ring(envelope.bell)
             state = agent.check_xfer_state(handle)
         handle.release()
 
