@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import grpc
 from prometheus_client import CollectorRegistry, start_http_server
@@ -32,7 +32,7 @@ from cluster.worker_engine import Engine, build_engine
 from cluster.worker_role import Drain, WorkerRole
 from cluster.worker_service import WorkerServicer
 from cluster.worker_state import read_state
-from cluster.worker_traces import WorkerTraces
+from cluster.worker_traces import WorkerTraces, worker_tracer
 from cluster.worker_transfer import build_transfer
 from core.errors import BadRequest
 from core.membership import Role, WorkerInfo, WorkerLoad, WorkerRef
@@ -64,9 +64,6 @@ from telemetry.logs import log_state
 from telemetry.tasks import EXIT_INVARIANT_BROKEN, BackgroundTasks, end_process
 from telemetry.worker_metrics import PushOutcome, WorkerMetrics, WorkerState
 
-if TYPE_CHECKING:  # it loads OpenTelemetry
-    from telemetry.tracing import Tracer
-
 logger = logging.getLogger(__name__)
 
 TICK_INTERVAL_S: Final = 0.1
@@ -74,7 +71,6 @@ LOAD_INTERVAL_S: Final = 1.0
 DRAIN_POLL_S: Final = 0.01
 INDEX_TTL_S: Final = 300.0
 MAX_MESSAGE_BYTES: Final = 64 << 20
-TRACE_FLUSH_S: Final = 1.0
 
 
 class WorkerHost:
@@ -89,8 +85,7 @@ class WorkerHost:
         self._orphaned_blocks = 0
         self._tasks = BackgroundTasks(self._broken)
         self._ref = WorkerRef(config.worker_id, config.incarnation)
-        self._tracer = _tracer(config, self._ref)
-        self._traces = WorkerTraces(self._tracer, str(self._ref))
+        self._traces = WorkerTraces(worker_tracer(config, self._ref), self._ref)
         self._engine: Engine = await asyncio.to_thread(build_engine, config)
         self._energy = gpu_energy(gpu_uuid(self._engine.runner.kv_pool))
         self._build_transfer()
@@ -130,8 +125,7 @@ class WorkerHost:
         await self._transfer.driver.close(timeout_s=2.0)
         await self._index.close()
         self._metrics_server.shutdown()
-        if self._tracer is not None:
-            await asyncio.to_thread(self._tracer.close, TRACE_FLUSH_S)
+        await self._traces.close()
 
     # --- construction -------------------------------------------------------------------------------------------
 
@@ -338,13 +332,3 @@ class WorkerHost:
     def _broken(self, error: BaseException) -> None:
         logger.critical("not expected", exc_info=error)
         end_process(EXIT_INVARIANT_BROKEN, str(error), worker_id=self._ref)
-
-
-def _tracer(config: WorkerConfig, ref: WorkerRef) -> Tracer | None:
-    if not config.trace_endpoint:
-        return None
-    # Imported here: OpenTelemetry takes a tenth of a second.
-    from telemetry.tracing import TraceConfig, Tracer
-
-    # The router has decided: what comes without a traceparent is not traced.
-    return Tracer(TraceConfig(config.trace_endpoint, ratio=0.0), "tandem-worker", str(ref))

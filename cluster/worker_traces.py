@@ -7,10 +7,13 @@ below the attempt of the router. A request that is not traced costs a look into 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
+from cluster.worker_config import WorkerConfig
+from core.membership import WorkerRef
 from core.messages import Answer, Refused, ReserveBlocks, Reserved, StartGeneration, StartPrefill
 from engine.step import Progress
 from kv_transfer.driver import Outcome
@@ -18,6 +21,9 @@ from kv_transfer.effects import SourceEnded, TargetFailed, TargetLanded
 
 if TYPE_CHECKING:  # it loads OpenTelemetry
     from telemetry.tracing import Span, Tracer
+
+
+SEND_S: Final = 1.0  # at the end of the process
 
 
 @dataclass(slots=True)
@@ -32,9 +38,9 @@ class _Work:
 class WorkerTraces:
     """Of one worker. A hand-off has the id of its attempt. tracer: None when nothing is traced."""
 
-    def __init__(self, tracer: Tracer | None, worker: str) -> None:
+    def __init__(self, tracer: Tracer | None, worker: WorkerRef) -> None:
         self._tracer = tracer
-        self._worker = worker
+        self._worker = str(worker)
         self._open: dict[str, _Work] = {}  # by attempt id
 
     def begin(self, command: StartGeneration | ReserveBlocks | StartPrefill) -> None:
@@ -86,6 +92,11 @@ class WorkerTraces:
             for span in (*work.phases.values(), work.span):
                 span.end(error)
 
+    async def close(self) -> None:
+        """Send what has ended, for a bounded time."""
+        if self._tracer is not None:
+            await asyncio.to_thread(self._tracer.close, SEND_S)
+
     def _progressed(self, work: _Work, item: Progress) -> None:
         attempt_id = item.request_id
         if "queue" in work.phases:
@@ -121,3 +132,14 @@ class WorkerTraces:
         if span is not None:
             span.set({f"tandem.{name}": number for name, number in numbers.items()})
             span.end()
+
+
+def worker_tracer(config: WorkerConfig, worker: WorkerRef) -> Tracer | None:
+    """None where nothing is traced."""
+    if not config.trace_endpoint:
+        return None
+    # Imported here: OpenTelemetry takes a tenth of a second.
+    from telemetry.tracing import TraceConfig, Tracer
+
+    # The router has decided: what comes without a traceparent is not traced.
+    return Tracer(TraceConfig(config.trace_endpoint, ratio=0.0), "tandem-worker", str(worker))

@@ -33,7 +33,7 @@ class Worker:
     def __init__(self) -> None:
         self.kept = KeptSpans()
         self.tracer = self.kept.tracer(ratio=0.0)
-        self.traces = WorkerTraces(self.tracer, "worker-0@a")
+        self.traces = WorkerTraces(self.tracer, WorkerRef("worker-0", "a"))
 
     def tree(self) -> list[str]:
         return self.kept.tree(self.tracer)
