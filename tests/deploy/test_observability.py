@@ -85,6 +85,8 @@ def test_promtool_takes_the_rules_and_their_tests_pass(tmp_path: Path) -> None:
         ("tandem_worker_orphaned_blocks > 0", "tandem_worker_orphaned_blocks > 3"),  # stays silent
         ("vllm:kv_cache_usage_perc > 0.95", "vllm:kv_cache_usage_perc > 0.85"),  # fires without need
         ('outcome!="bad_request"', 'outcome!="cancelled"'),  # callers' faults dilute ours
+        ('objective="ttft", band="interactive"}', 'objective="ttft"}'),  # late batch work wakes somebody
+        ("(tandem_worker_price_per_hour) / 3600", "(tandem_worker_price_per_hour) / 60"),  # a price per minute
     ],
 )
 def test_the_unit_tests_find_a_wrong_rule(right: str, wrong: str, tmp_path: Path) -> None:
