@@ -225,6 +225,7 @@ class Dispatcher:
         if leg.prefill_open and leg.stage is Stage.DECODING and worker == (leg.plan.prefill or worker):
             computed_tokens = delta.usage.computed_tokens if delta.usage else leg.request.num_given_tokens
             self._books.first_token(leg, worker, computed_tokens, now)
+            self.admission.first_token(leg.flow.request, now)
         elif leg.watch is not None and worker == leg.plan.decode:
             self._books.decoded(leg, delta, now)
         if delta.usage is not None:

@@ -16,7 +16,7 @@ from core.errors import Rejected, RejectReason
 from core.membership import Role
 from core.request import GenerateRequest
 from router.admission.fair_line import Waiting
-from router.admission.forecast import DrainRate, ExpectedCost
+from router.admission.forecast import AfterTurn, DrainRate, ExpectedCost
 from router.admission.line import Line
 from router.admission.policy import AdmissionPolicy, Band
 from router.admission.room import Capacity, PromptsOut
@@ -45,6 +45,7 @@ class Admission:
         self._view = view
         self._tokens_ahead = tokens_ahead
         self._drain = DrainRate()
+        self._after = AfterTurn()
         self._capacity = Capacity()
         self._counted_s = -RECOUNT_S
 
@@ -81,12 +82,18 @@ class Admission:
         if not self._count(now).has_room(self.out, tokens_ahead):
             return None
         item = self.line.pop(now)
+        self._after.turn(item.request_id, self._ahead_s(now), now)
         self._drain.served(item.cost, now)
         self._note_empty()
         return item.request_id
 
+    def first_token(self, request: GenerateRequest, now: float) -> None:
+        """A request of the caller's has its first token."""
+        self._after.first_token(request.request_id, request.num_prompt_tokens * self._pace(now), now)
+
     def leave(self, request_id: str) -> None:
         """It is over, or does not wait any longer."""
+        self._after.leave(request_id)
         self.line.remove(request_id)
         self._note_empty()
 
@@ -129,17 +136,25 @@ class Admission:
             )
 
     def _predict_ttft_s(self, item: Waiting, prompt_tokens: int, now: float) -> float | None:
-        """The wait in line, then behind what is out, then its own prompt; None before anything is known of the pace.
+        """The wait in line, then behind what is out, then its own prompt, then what these take longer than they should;
+        None before anything is known of the pace.
 
-        Workers learn no pace from very short prompts (router/policy/decide.py): these are nothing beside the wait.
+        Workers learn no pace from very short prompts (router/policy/prefill_queue.py): of these the last term is all.
         """
-        capacity = self._count(now)
-        pace, num_workers = capacity.seconds_per_token or 0.0, capacity.num_workers
+        pace, num_workers = self._pace(now), self._count(now).num_workers
         rate = self._drain.tokens_per_s or (num_workers / pace if pace else 0.0)
         if not rate or not num_workers:
             return None
-        ahead = (self.out.num_tokens + capacity.others_tokens) / num_workers
-        return self.line.tokens_before(item.band, item.tenant, item.cost) / rate + (ahead + prompt_tokens) * pace
+        return self.line.wait_s(item, rate) + self._ahead_s(now) + prompt_tokens * pace + self._after.extra_s
+
+    def _ahead_s(self, now: float) -> float:
+        """Computing what is out at the workers."""
+        capacity = self._count(now)
+        tokens = self.out.num_tokens + capacity.others_tokens
+        return tokens / max(1, capacity.num_workers) * self._pace(now)
+
+    def _pace(self, now: float) -> float:
+        return self._count(now).seconds_per_token or 0.0
 
 
 def band_of(request: GenerateRequest) -> Band:

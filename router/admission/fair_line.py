@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Final
 
 from router.admission.policy import Band
@@ -104,14 +105,16 @@ class FairLine:
         name = max(self._tenants, key=self.share_of_backlog)
         return next(reversed(self._tenants[name].items.values()))
 
-    def tokens_before(self, tenant: str, cost: int) -> float:
+    def tokens_before(self, tenant: str, cost: int, coming: Mapping[str, float] = MappingProxyType({})) -> float:
         """About how many go before a request of `tenant` that comes now: its own, and of each other's as many as get
-        their turn meanwhile."""
+        their turn meanwhile. coming: tokens that tenants will ask for until then."""
         mine = self.share_of_backlog(tenant, cost)
-        others = (
-            min(known.backlog, mine * self._weight_of(name)) for name, known in self._tenants.items() if name != tenant
-        )
-        return mine * self._weight_of(tenant) - cost + sum(others)
+        others = 0.0
+        for name in dict.fromkeys((*self._tenants, *coming)):
+            if name != tenant:
+                waits = self._tenants[name].backlog if name in self._tenants else 0
+                others += min(waits + coming.get(name, 0.0), mine * self._weight_of(name))
+        return mine * self._weight_of(tenant) - cost + others
 
     def _quantum(self, tenant: str) -> float:
         return QUANTUM_TOKENS * self._weight_of(tenant)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from typing import Final
 
 from core.request import GenerateRequest
@@ -11,6 +12,8 @@ FIRST_GUESS: Final = 256.0  # output tokens of a choice, of a tenant that has no
 OUTPUT_WEIGHT: Final = 0.1  # of the newest output
 RATE_MEMORY_S: Final = 10.0  # older seconds count for a third, then a ninth
 LEAST_SAMPLE_S: Final = 0.5
+EXTRA_WEIGHT: Final = 0.1  # of the newest request
+MOST_TENANTS: Final = 1024
 
 
 class ExpectedCost:
@@ -28,6 +31,48 @@ class ExpectedCost:
         """A choice of `tenant` has ended by itself."""
         known = self._mean_output.get(tenant, float(output_tokens))
         self._mean_output[tenant] = known + OUTPUT_WEIGHT * (output_tokens - known)
+
+
+class Arrivals:
+    """Tokens that each tenant asks for in a second, of late; of those who asked last."""
+
+    def __init__(self) -> None:
+        self._recent: OrderedDict[str, tuple[float, float]] = OrderedDict()  # tokens, fading, and as of when
+
+    def came(self, tenant: str, tokens: int, now: float) -> None:
+        self._recent[tenant] = (self._faded(tenant, now) + tokens, now)
+        self._recent.move_to_end(tenant)
+        if len(self._recent) > MOST_TENANTS:
+            self._recent.popitem(last=False)
+
+    def tokens_per_s(self, now: float) -> dict[str, float]:
+        return {tenant: self._faded(tenant, now) / RATE_MEMORY_S for tenant in self._recent}
+
+    def _faded(self, tenant: str, now: float) -> float:
+        tokens, at_s = self._recent.get(tenant, (0.0, now))
+        return tokens * math.exp(-(now - at_s) / RATE_MEMORY_S)
+
+
+class AfterTurn:
+    """What first tokens take from their requests' turn on, beyond computing what is ahead: round trips, waits for KV
+    blocks, steps shared with decodes."""
+
+    def __init__(self) -> None:
+        self.extra_s = 0.0
+        self._turns: dict[str, tuple[float, float]] = {}  # when, and how long what was ahead should take
+
+    def turn(self, request_id: str, ahead_s: float, now: float) -> None:
+        self._turns[request_id] = (now, ahead_s)
+
+    def first_token(self, request_id: str, own_s: float, now: float) -> None:
+        """own_s: computing its own prompt. Only the first one since its turn counts."""
+        if request_id in self._turns:
+            turn_s, ahead_s = self._turns.pop(request_id)
+            extra_s = max(0.0, now - turn_s - ahead_s - own_s)
+            self.extra_s += EXTRA_WEIGHT * (extra_s - self.extra_s)
+
+    def leave(self, request_id: str) -> None:
+        self._turns.pop(request_id, None)
 
 
 class DrainRate:

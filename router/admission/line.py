@@ -10,9 +10,11 @@ from typing import Final
 
 from core.errors import Rejected, RejectReason
 from router.admission.fair_line import FairLine, Waiting
+from router.admission.forecast import Arrivals
 from router.admission.policy import AdmissionPolicy, Band
 
 BATCH_SHARE: Final = 8
+ROUNDS: Final = 3  # of a forecast: in a longer wait more comes, which is waited for
 
 
 class Line:
@@ -22,6 +24,7 @@ class Line:
         self.policy = policy
         self._bands = {band: FairLine(lambda name: self.policy.tenant(name).weight) for band in Band}
         self._items: dict[str, Waiting] = {}
+        self._arrivals = {band: Arrivals() for band in Band}
         self._batch_credit = 0.0  # tokens; negative after one that cost more than it had
 
     def __len__(self) -> int:
@@ -50,6 +53,7 @@ class Line:
         if shed is not None:
             self.remove(shed.request_id)
         self._items[item.request_id] = item
+        self._arrivals[item.band].came(item.tenant, item.cost, item.arrived_s)
         self._bands[item.band].push(item)
         return shed
 
@@ -73,10 +77,18 @@ class Line:
         del self._items[item.request_id]
         return item
 
-    def tokens_before(self, band: Band, tenant: str, cost: int) -> float:
-        """About how many tokens go before a request that comes now."""
-        above = self._bands[Band.INTERACTIVE].backlog if band is Band.BATCH else 0
-        return above + self._bands[band].tokens_before(tenant, cost)
+    def wait_s(self, item: Waiting, tokens_per_s: float) -> float:
+        """About how long `item` waits if it comes now: for what is there, and for what others bring until then and goes
+        before it, if they go on as of late. tokens_per_s: that leave the line."""
+        rates = {band: arrivals.tokens_per_s(item.arrived_s) for band, arrivals in self._arrivals.items()}
+        above = self._bands[Band.INTERACTIVE].backlog if item.band is Band.BATCH else 0
+        above_rate = sum(rates[Band.INTERACTIVE].values()) if item.band is Band.BATCH else 0.0
+        wait_s = 0.0
+        for _ in range(ROUNDS):
+            coming = {tenant: rate * wait_s for tenant, rate in rates[item.band].items()}
+            own = self._bands[item.band].tokens_before(item.tenant, item.cost, coming)
+            wait_s = (above + above_rate * wait_s + own) / tokens_per_s
+        return wait_s
 
     def _surplus(self, item: Waiting) -> Waiting:
         """Of those who wait and `item`, the one to turn away: batch work first, then the tenant with most waiting."""

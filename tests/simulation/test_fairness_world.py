@@ -11,8 +11,9 @@ import pytest
 
 from core.errors import Rejected, RejectReason
 from core.request import GenerateRequest, SamplingParams, StopConditions
-from router.admission.admission import Admission
+from router.admission.admission import Admission, band_of
 from router.admission.fair_line import FairLine, Waiting
+from router.admission.forecast import AfterTurn, Arrivals
 from tests.simulation.cluster_world import DISPATCH, NO_FAULTS, World
 from tests.simulation.world_client import Client
 
@@ -81,6 +82,50 @@ def test_a_tenant_that_sends_ten_times_its_share_moves_the_others_p95_by_less_th
     assert reasons == {RejectReason.QUEUE_TIMEOUT, RejectReason.QUEUE_FULL, RejectReason.SHED}
     assert all(client.over for client in of(OTHER, after))
     assert num_served(after) > 0.98 * num_served(before)  # and no worker waits for the router
+
+
+def ratios_to_prediction(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """Median time to the first token, by what was predicted of it when it came; by tenant, under an overload."""
+    predicted_s: dict[str, float] = {}
+    enter = Admission.enter
+
+    def note(self: Admission, request: GenerateRequest, now: float, max_ttft_s: float | None = None):  # type: ignore[no-untyped-def]
+        item = Waiting(request.request_id, request.tenant, band_of(request), self.expected.of(request), now)
+        predicted_s[request.request_id] = self._predict_ttft_s(item, request.num_prompt_tokens, now) or 0.0
+        return enter(self, request, now, max_ttft_s)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Admission, "enter", note)
+        clients = load(SEEDS[0], {VICTIM: RATE, OTHER: 1.5 * (CAPACITY - RATE)})
+    return {
+        tenant: statistics.median(
+            (client.first_s - client.submitted_s) / predicted_s[client.request.request_id]
+            for client in clients[tenant]
+            if client.finished and client.submitted_s > 10.0
+        )
+        for tenant in clients
+    }
+
+
+def test_first_tokens_come_when_they_were_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    ratios = ratios_to_prediction(monkeypatch)
+    assert all(0.85 < ratio < 1.15 for ratio in ratios.values()), ratios
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "planted", "late"),
+    [
+        (AfterTurn, "first_token", lambda *_: None, VICTIM),
+        (Arrivals, "tokens_per_s", lambda *_: {}, OTHER),
+    ],
+    ids=["without what follows the turn", "without what others bring"],
+)
+def test_else_they_come_later(
+    owner: type, name: str, planted: object, late: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control: one that hardly waits, and one that waits long."""
+    monkeypatch.setattr(owner, name, planted)
+    assert ratios_to_prediction(monkeypatch)[late] > 1.15
 
 
 def pop_in_order_of_arrival(self: FairLine) -> Waiting:

@@ -97,7 +97,7 @@ def test_nothing_is_lost_or_counted_twice(steps: list[tuple[str, str, int]]) -> 
 
 
 def test_what_goes_before_a_newcomer_is_its_own_and_as_much_of_each_other() -> None:
-    line = FairLine({"noisy": 1.0, "quiet": 1.0, "heavy": 2.0}.__getitem__)
+    line = FairLine({"noisy": 1.0, "quiet": 1.0, "heavy": 2.0, "new": 1.0}.__getitem__)
     for number in range(50):
         line.push(item("noisy", number, 100))
     assert line.tokens_before("quiet", 100) == 100
@@ -105,3 +105,4 @@ def test_what_goes_before_a_newcomer_is_its_own_and_as_much_of_each_other() -> N
     line.push(item("quiet", 0, 300))
     assert line.tokens_before("quiet", 100) == 300 + 400
     assert line.tokens_before("heavy", 100) == 50 + 50
+    assert line.tokens_before("heavy", 100, {"quiet": 1000.0, "new": 7.0, "heavy": 9.0}) == 50 + 50 + 7
