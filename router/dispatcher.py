@@ -35,8 +35,9 @@ from router.admission.policy import AdmissionPolicy
 from router.books import Books
 from router.config import DispatcherConfig
 from router.drain import must_leave
-from router.effects import Deliver, Effect, Fail, RaceEnded, Send
+from router.effects import Deliver, Effect, RaceEnded, Send
 from router.flow import Flow, Leg, Output, Stage
+from router.open_requests import OpenRequests
 from router.planner import Planner
 from router.view import ClusterView
 
@@ -48,13 +49,13 @@ class Dispatcher:
         self.admission = Admission(AdmissionPolicy(), view, config.tokens_ahead)
         self._config = config
         self._view = view
-        self._flows: dict[str, Flow] = {}  # by request id, in order of arrival
         self._books = Books(view, self.admission.out, router_id)
         self.planner = Planner(config, view, self._books, router_id)
+        self._open = OpenRequests(self.admission, self._books, self.planner, config.queue_timeout_s)
 
     @property
     def num_open(self) -> int:
-        return len(self._flows)
+        return len(self._open.flows)
 
     @property
     def num_queued(self) -> int:
@@ -74,9 +75,9 @@ class Dispatcher:
         Raises: Rejected: as Admission.enter, or as many are open as this router holds. BadRequest: the id is in use, or
             no worker's whole KV pool could hold the request.
         """
-        if len(self._flows) >= self._config.max_open_requests:
-            raise Rejected(RejectReason.QUEUE_FULL, f"{len(self._flows)} requests are open")
-        if request.request_id in self._flows:
+        if len(self._open.flows) >= self._config.max_open_requests:
+            raise Rejected(RejectReason.QUEUE_FULL, f"{len(self._open.flows)} requests are open")
+        if request.request_id in self._open.flows:
             raise BadRequest("request_id", f"{request.request_id} is in use by an open request")
         decodes = self._view.workers(Role.DECODE)
         most_tokens = request.num_prompt_tokens + request.stop.max_tokens
@@ -87,14 +88,14 @@ class Dispatcher:
         flow = Flow(request, placement, keys, now, now + self._config.request_timeout_s, outputs)
         max_wait_s = self.admission.max_wait_s(request)
         flow.legs.append(Leg(flow, request, tuple(range(request.num_choices)), now + max_wait_s))
-        self._flows[request.request_id] = flow
-        effects = [] if shed is None else self._fail(self._flows[shed.request_id], shed.error)
+        self._open.flows[request.request_id] = flow
+        effects = [] if shed is None else self._open.fail(self._open.flows[shed.request_id], shed.error)
         return [*effects, *self._admit(now)]
 
     def cancel(self, request_id: str, now: float) -> list[Effect]:
         """The client left, or has what it wanted. Unknown ids are ignored."""
-        flow = self._flows.get(request_id)
-        return [] if flow is None else [*self._end(flow), *self._admit(now)]
+        flow = self._open.flows.get(request_id)
+        return [] if flow is None else [*self._open.end(flow), *self._admit(now)]
 
     def answered(self, worker: WorkerRef, answer: Answer, now: float) -> list[Effect]:
         """What a worker said."""
@@ -134,7 +135,7 @@ class Dispatcher:
         self._view.lose(worker)
         error = WorkerLost(worker.worker_id, "it died or its stream broke")
         effects: list[Effect] = []
-        for flow in list(self._flows.values()):
+        for flow in list(self._open.flows.values()):
             lost = [leg for leg in flow.legs if leg.stage is not Stage.QUEUED and leg.uses(worker)]
             suspects = [leg for leg in lost if leg.is_computed_on(worker)]
             if suspects:
@@ -153,37 +154,33 @@ class Dispatcher:
     def tick(self, now: float) -> list[Effect]:
         """Leave draining workers whose time has come; end what has waited too long."""
         effects = self._leave_draining(now)
-        for flow in list(self._flows.values()):
+        for flow in list(self._open.flows.values()):
             if any(leg.stage is Stage.QUEUED and now >= leg.queue_deadline_s for leg in flow.legs):
                 error = self.admission.waited_too_long(flow.request.request_id, now - flow.arrived_s)
-                effects += self._fail(flow, error)
+                effects += self._open.fail(flow, error)
             elif now >= flow.deadline_s:
                 message = f"not done within {self._config.request_timeout_s} s"
-                effects += self._fail(flow, Rejected(RejectReason.TIMEOUT, message))
+                effects += self._open.fail(flow, Rejected(RejectReason.TIMEOUT, message))
         effects += self._admit(now)
         if not self.admission.line:  # room that nobody waits for
-            effects += self.planner.hedge(self._legs(), now)
+            effects += self.planner.hedge(self._open.legs(), now)
         return effects
 
     def _admit(self, now: float) -> list[Effect]:
         """Give as many their turn as the workers have room for."""
         effects: list[Effect] = []
         while (request_id := self.admission.next(now)) is not None:
-            (leg,) = self._flows[request_id].legs
+            (leg,) = self._open.flows[request_id].legs
             effects += self.planner.plan(leg, now)
         return effects
 
     def _leave_draining(self, now: float, unbegun: frozenset[str] = frozenset()) -> list[Effect]:
         """Move what must leave, as far as there is another worker for it."""
         effects: list[Effect] = []
-        for leg in must_leave(self._legs(), self._view, now, unbegun):
+        for leg in must_leave(self._open.legs(), self._view, now, unbegun):
             if self.planner.choose(leg, now) is not None:
-                effects += self._move(leg, now)
+                effects += self._open.move(leg, now)
         return effects
-
-    def _legs(self) -> list[Leg]:
-        """In order of their requests' arrival."""
-        return [leg for flow in self._flows.values() for leg in flow.legs]
 
     def _refused(self, worker: WorkerRef, answer: Refused, now: float) -> list[Effect]:
         leg = self._books.attempts.get(answer.request_id)
@@ -191,11 +188,11 @@ class Dispatcher:
             return []
         match answer.reason:
             case RefuseReason.BAD_REQUEST:
-                return self._fail(leg.flow, BadRequest("prompt", answer.message))
+                return self._open.fail(leg.flow, BadRequest("prompt", answer.message))
             case RefuseReason.NO_BLOCKS if leg.rival is not None:
-                return self._drop(leg)
+                return self._open.drop(leg)
             case RefuseReason.NO_BLOCKS:
-                return self._fail(leg.flow, Rejected(RejectReason.QUEUE_TIMEOUT, answer.message))
+                return self._open.fail(leg.flow, Rejected(RejectReason.QUEUE_TIMEOUT, answer.message))
             case RefuseReason.TRANSFER_FAILED:
                 leg.flow.num_failed_handoffs += 1
                 # One end does not know which one failed.
@@ -205,7 +202,7 @@ class Dispatcher:
             case RefuseReason.DRAINING:
                 self._view.draining(worker)
                 self.admission.workers_changed()
-                return self._move(leg, now)
+                return self._open.move(leg, now)
             case RefuseReason.WRONG_ROLE:
                 return self._failed(leg, WorkerLost(worker.worker_id, "it has changed its role"), now)
             case _:
@@ -218,7 +215,7 @@ class Dispatcher:
         effects: list[Effect] = []
         if leg.rival is not None:
             if delta.finish_reason in FAILURES:
-                return self._drop(leg)
+                return self._open.drop(leg)
             effects = self._outrun(leg.rival, leg, now)
         if worker == leg.plan.prefill and leg.stage is Stage.PREFILLING:
             leg.move(Stage.DECODING)
@@ -236,13 +233,7 @@ class Dispatcher:
         """Its rival has a token."""
         self._books.outrun(leg, now)
         won = RaceEnded(leg.flow.request.request_id, won=rival.begun_s > leg.begun_s)
-        return [won, *self._drop(leg)]
-
-    def _drop(self, leg: Leg) -> list[Effect]:
-        """Its rival goes on alone."""
-        effects = self.planner.recall(leg)
-        self._close(leg)
-        return effects
+        return [won, *self._open.drop(leg)]
 
     def _deliver(self, leg: Leg, worker: WorkerRef, delta: TokenDelta) -> list[Effect]:
         """What is next of its choice's output. The last of all choices ends the request, and so does a failure."""
@@ -257,12 +248,12 @@ class Dispatcher:
             Deliver(request_id, _of_choice(item, choice), last=over and item is ready[-1]) for item in ready
         ]
         if broken:
-            return effects + self._end(flow)
+            return effects + self._open.end(flow)
         if all(output.ended for output in leg.outputs):
             # A decode worker that has not drawn the last token does not know yet that nothing is left to do.
             if leg.plan is not None and worker == leg.plan.prefill:
                 effects += self.planner.recall(leg)
-            self._close(leg)
+            self._open.close(leg)
         return effects
 
     def _failed(self, leg: Leg, error: TandemError, now: float) -> list[Effect]:
@@ -276,56 +267,8 @@ class Dispatcher:
             flow.num_silent_failures >= self._config.max_silent_failures
             or flow.num_failures > self._config.max_failures
         ):
-            return self._fail(flow, error)
-        return [effect for leg in lost for effect in self._move(leg, now)]
-
-    def _move(self, leg: Leg, now: float) -> list[Effect]:
-        """To other workers, or into the queue; nowhere while its rival goes on."""
-        if leg.rival is not None:
-            return self._drop(leg)
-        flow, queue_deadline_s = leg.flow, now + self._config.queue_timeout_s
-        effects = self.planner.recall(leg)
-        self._books.end(leg)
-        if not leg.has_new_tokens:
-            leg.move(Stage.QUEUED)
-            leg.queue_deadline_s = queue_deadline_s
-            return effects + self.planner.plan(leg, now)
-        continued = leg.continued(queue_deadline_s)
-        leg.move(Stage.DONE)
-        flow.legs.remove(leg)
-        flow.legs += continued
-        return effects + [effect for item in continued for effect in self.planner.plan(item, now)]
-
-    def _fail(self, flow: Flow, error: TandemError) -> list[Effect]:
-        return [*self._end(flow), Fail(flow.request.request_id, error)]
-
-    def _end(self, flow: Flow) -> list[Effect]:
-        """Nothing more is wanted of it."""
-        effects = [effect for leg in flow.legs for effect in self.planner.recall(leg)]
-        for leg in list(flow.legs):
-            self._close(leg)
-        return effects
-
-    def _close(self, leg: Leg) -> None:
-        """It is over; with its last leg a request is."""
-        if leg.stage is not Stage.QUEUED:
-            self._books.end(leg)
-        self.planner.forget(leg)
-        if leg.rival is not None:
-            leg.rival.rival = None
-            leg.rival = None
-        leg.move(Stage.DONE)
-        leg.flow.legs.remove(leg)
-        if not leg.flow.legs:
-            self._forget(leg.flow)
-
-    def _forget(self, flow: Flow) -> None:
-        request = flow.request
-        del self._flows[request.request_id]
-        self.admission.leave(request.request_id)
-        for output in flow.outputs:
-            if output.ended:
-                self.admission.expected.learn(request.tenant, len(output.tokens))
+            return self._open.fail(flow, error)
+        return [effect for leg in lost for effect in self._open.move(leg, now)]
 
 
 def _of_choice(delta: TokenDelta, choice: int) -> TokenDelta:

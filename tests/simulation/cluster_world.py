@@ -566,8 +566,8 @@ class Router:
 
     def check_hedge(self, request_id: str, *, hedge: bool) -> None:
         """A request has at most two attempts at one thing, on different workers; few have two."""
-        legs = self.dispatcher._flows[request_id].legs
-        self.num_planned += self.dispatcher._flows[request_id].num_plans == 1
+        legs = self.dispatcher._open.flows[request_id].legs
+        self.num_planned += self.dispatcher._open.flows[request_id].num_plans == 1
         self.num_hedges += hedge
         self.world.hedges["begun"] += hedge
         policy = self.dispatcher.planner.routing.hedge

@@ -16,6 +16,7 @@ import pytest
 import router.planner
 from router.dispatcher import Dispatcher
 from router.hedging import HedgeBudget
+from router.open_requests import OpenRequests
 from router.planner import Planner
 from router.policy.routing_policy import HedgePolicy, RoutingPolicy
 from tests.simulation.cluster_world import NO_FAULTS, Faults, World, WrongHedge
@@ -69,7 +70,7 @@ def p95(values: list[float]) -> float:
 
 def let_losers_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the router's books know that an attempt has lost."""
-    monkeypatch.setattr(Dispatcher, "_drop", lambda self, leg: self._close(leg) or [])
+    monkeypatch.setattr(OpenRequests, "drop", lambda self, leg: self.close(leg) or [])
 
 
 def let_both_run(monkeypatch: pytest.MonkeyPatch) -> None:
