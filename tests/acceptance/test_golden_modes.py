@@ -45,19 +45,19 @@ def ask_all(
 
 
 def test_aggregated(pair: RunningCluster) -> None:
-    for case, answer in ask_all(pair, "local", at_once=2):
+    for case, answer in ask_all(pair, "local", at_once=5):
         assert_golden(answer, case)
         assert answer["usage"]["tandem"]["kv_bytes_moved"] == 0
 
 
 def test_disaggregated_over_nixl(pair: RunningCluster) -> None:
-    for case, answer in ask_all(pair, "remote", at_once=2):
+    for case, answer in ask_all(pair, "remote", at_once=5):
         assert_golden(answer, case)
         assert_moved(pair, answer, case)
 
 
 def test_four_greedy_choices_of_one_prefill_and_one_hand_off(pair: RunningCluster) -> None:
-    for case, answer in ask_all(pair, "remote", at_once=2, n=4):
+    for case, answer in ask_all(pair, "remote", at_once=5, n=4):
         assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
         assert_golden(answer, case)
         assert_moved(pair, answer, case)

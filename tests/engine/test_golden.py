@@ -9,6 +9,7 @@ from tests.engine.golden import golden_cases
 from tests.engine.token_stream import generate
 
 CASES = golden_cases()
+OUTPUT_TOKENS = 24  # of the slow path; the kernels say all of them (tests/engine/cpu/test_scheduled_golden.py)
 CHUNKED_PROMPT = 512  # tokens: some of each kind of chunk
 CHUNKED_TOKENS = 8  # after the prompt, chunked and whole runs read the same KV: test_invariance holds the rest
 BFLOAT16_TOKENS = 16
@@ -19,10 +20,11 @@ def test_golden_tokens_in_float32(default_runner: TorchModelRunner) -> None:
     outputs = generate(
         default_runner,
         [case["prompt_ids"] for case in CASES],
-        [len(case["output_ids"]) for case in CASES],
+        [min(OUTPUT_TOKENS, len(case["output_ids"])) for case in CASES],
         chunk_tokens=2048,
     )
-    wrong = [case["name"] for case, output in zip(CASES, outputs, strict=True) if output != case["output_ids"]]
+    pairs = zip(CASES, outputs, strict=True)
+    wrong = [case["name"] for case, output in pairs if output != case["output_ids"][:OUTPUT_TOKENS]]
     assert not wrong
 
 
