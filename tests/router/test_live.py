@@ -14,12 +14,13 @@ from prometheus_client import CollectorRegistry
 
 from core.errors import BadRequest, Rejected, RejectReason
 from core.membership import Role, WorkerInfo, WorkerLoad, WorkerRef
-from core.messages import Answer, CancelRequest, Command, PeerDead, StepOutput
+from core.messages import Answer, CancelRequest, Command, PeerDead, StartGeneration, StepOutput
 from core.request import FinishReason, GenerateRequest, Placement, SamplingParams, StopConditions, TokenDelta
 from router import live
 from router.admission.policy import AdmissionPolicy, TenantPolicy
 from router.config import RouterConfig
 from router.live import LiveDispatcher
+from router.policy.routing_policy import HedgePolicy, RoutingPolicy
 from router.policy_file import Policy
 from telemetry.router_metrics import RouterStateCollector, RoutingMetrics
 
@@ -202,3 +203,39 @@ async def test_what_a_scrape_sees_of_routing(monkeypatch: pytest.MonkeyPatch) ->
     assert value("tandem_router_queue_seconds_count") == 1  # once a request
     waiting.cancel()
     await asyncio.gather(waiting, return_exceptions=True)
+
+
+async def test_a_request_that_a_silent_worker_has_ends_at_another_one_and_is_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(live, "WorkerLink", StubLink)
+    registry = CollectorRegistry()
+    dispatcher = live_dispatcher(registry)
+    dispatcher.apply(Policy(routing=RoutingPolicy(hedge=HedgePolicy(after_s=0.01))))
+    links: list[Any] = []
+    for name in ("decode-0", "decode-1"):
+        info = replace(WORKER, ref=WorkerRef(name, "a"))
+        dispatcher.announce(info, WorkerLoad())
+        links.append(dispatcher._links[info.ref])
+        links[-1].on_open()
+    ticks = asyncio.ensure_future(dispatcher.tick_forever(interval_s=0.005))
+    stream = dispatcher.generate(REQUEST, Placement.AUTO)
+    first = asyncio.ensure_future(anext(stream))
+    try:
+        async with asyncio.timeout(10):
+            starts: list[StartGeneration] = []
+            while len(starts) < 2:
+                await asyncio.sleep(0.001)
+                starts = [item for link in links for item in link.sent if isinstance(item, StartGeneration)]
+            silent, other = links if links[0].sent[-1].request.request_id.endswith(".1") else links[::-1]
+            attempt_id = other.sent[-1].request.request_id
+            other.on_answer(StepOutput((TokenDelta(attempt_id, 0, (7,), FinishReason.LENGTH),), WorkerLoad()))
+            assert (await first).token_ids == (7,)
+    finally:
+        ticks.cancel()
+        await stream.aclose()
+    assert isinstance(silent.sent[-1], CancelRequest) and dispatcher.num_open == 0
+    outcomes = {"begun": 1, "won": 1, "lost": 0}
+    for outcome, number in outcomes.items():
+        assert registry.get_sample_value("tandem_router_hedges_total", {"outcome": outcome}) == number
+    assert registry.get_sample_value("tandem_router_replans_total") == 0
