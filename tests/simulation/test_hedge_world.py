@@ -19,9 +19,10 @@ from router.hedging import HedgeBudget
 from router.open_requests import OpenRequests
 from router.planner import Planner
 from router.policy.routing_policy import HedgePolicy, RoutingPolicy
-from tests.simulation.cluster_world import NO_FAULTS, Faults, World, WrongHedge
+from tests.simulation.cluster_world import NO_FAULTS, Faults, World
 from tests.simulation.world_host import WorkForNobody
 from tests.simulation.world_limits import Leak
+from tests.simulation.world_router import WrongHedge
 
 NUM_SEEDS = 20
 NUM_REQUESTS = 20

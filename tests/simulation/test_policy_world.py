@@ -12,8 +12,9 @@ import pytest
 from core.request import GenerateRequest, Placement
 from router.admission.policy import AdmissionPolicy, BandPolicy, QueuePolicy, TenantPolicy
 from router.policy.routing_policy import HedgePolicy, RoutingPolicy
-from tests.simulation.cluster_world import Faults, Router, World
+from tests.simulation.cluster_world import Faults, World
 from tests.simulation.world_client import Client
+from tests.simulation.world_router import Router
 
 NUM_SEEDS = 30
 NUM_REQUESTS = 20

@@ -46,7 +46,8 @@ from prefill_worker.session import LookUpPrefix, PrefillConfig, PrefillSession
 from tests.simulation.chained_kv import BLOCK_SIZE, LIMITS, NUM_BLOCKS, ChainMemory, WriteIntoForeignBlock
 
 if TYPE_CHECKING:
-    from tests.simulation.cluster_world import Link, World
+    from tests.simulation.cluster_world import World
+    from tests.simulation.world_router import Link
 
 LEASE = LeaseConfig(lease_s=5.0, renew_s=1.0, settle_s=1.0, stop_retry_s=1.0, landed_timeout_s=5.0)
 
@@ -304,7 +305,7 @@ class Host:
         known = [*self.scheduler._sequences, *getattr(self.session, "_handoff_of", ())]
         unwanted = [request_id for request_id in known if not self.streams.owns(request_id)]
         if self.role.role is Role.DECODE:  # a prefill worker may not have heard yet that its KV has landed
-            unwanted += [request_id for link in self.links for request_id in link.unwanted()]
+            unwanted += [request_id for link in self.links for request_id in link.unwanted() if request_id in known]
         self.unwanted_since_s = {name: self.unwanted_since_s.get(name, self.world.now) for name in unwanted}
         for request_id, since_s in self.unwanted_since_s.items():
             if self.world.now - since_s > UNWANTED_S + self.step_s:
