@@ -46,7 +46,7 @@ class Doorbell:
             os.eventfd_read(self._woken)
         if self._socket.fileno() not in ready:
             return False
-        with suppress(BlockingIOError):
+        with suppress(OSError):
             for _ in range(_MOST_RINGS):
                 self._socket.recv(1)
         return True
