@@ -130,6 +130,7 @@ class Host:
 
     def thaw(self) -> None:
         self.frozen = False
+        self.unwanted_since_s.clear()  # it had no time to see to that
         waiting, self._on_thaw = self._on_thaw, []
         for what in waiting:
             what()
