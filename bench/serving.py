@@ -36,6 +36,11 @@ from engine.model_config import ModelConfig
 
 CLIENTS: Final = 32
 REQUEST_LIMIT_S: Final = 600.0
+WORKERS: Final = {
+    "1 prefill + 1 decode": ["--prefill", "1", "--decode", "1"],
+    "2 aggregated": ["--aggregated", "--decode", "2"],
+}
+WEIGHTS: Final = {"": [], " floats": ["--unpack-weights"]}  # floats: as vLLM has them, from the same 4-bit blocks
 FIRST_PLAIN_ID: Final = 100  # below lie special tokens
 
 
@@ -184,8 +189,9 @@ def main() -> None:
     folder = import_default_model(default_model_folder(), print)
     vocab_size = ModelConfig.load(folder).vocab_size
     servers = [
-        tandem_server("Tandem, 1 prefill + 1 decode", ["--prefill", "1", "--decode", "1"], options.dtype),
-        tandem_server("Tandem, 2 aggregated", ["--aggregated", "--decode", "2"], options.dtype),
+        tandem_server(f"Tandem{weights}, {workers}", [*roles, *storage], options.dtype)
+        for weights, storage in WEIGHTS.items()
+        for workers, roles in WORKERS.items()
     ]
     if options.vllm_python:
         servers.append(
