@@ -61,7 +61,7 @@ stubs:
 	buf breaking --against '.git#ref=HEAD'
 
 unit:
-	python -m pytest -n 2 --no-loadscope-reorder
+	python -m pytest -n 2 --no-loadscope-reorder --durations=25
 
 walk: dev ## 2,000 random schedules of whole clusters on virtual time, with faults
 	python -m tests.simulation.soak --schedules 2000
