@@ -32,7 +32,7 @@ from cluster.worker_engine import Engine, build_engine
 from cluster.worker_role import Drain, WorkerRole
 from cluster.worker_service import WorkerServicer
 from cluster.worker_state import read_state
-from cluster.worker_traces import WorkerTraces, worker_tracer
+from cluster.worker_traces import WorkerTraces
 from cluster.worker_transfer import build_transfer
 from core.errors import BadRequest
 from core.membership import Role, WorkerInfo, WorkerLoad, WorkerRef
@@ -61,6 +61,7 @@ from prefill_worker.service import PrefillService
 from prefill_worker.session import PrefillConfig, PrefillSession
 from telemetry.energy import gpu_energy
 from telemetry.logs import log_state
+from telemetry.open_tracer import open_tracer
 from telemetry.tasks import EXIT_INVARIANT_BROKEN, BackgroundTasks, end_process
 from telemetry.worker_metrics import PushOutcome, WorkerMetrics, WorkerState
 
@@ -85,7 +86,9 @@ class WorkerHost:
         self._orphaned_blocks = 0
         self._tasks = BackgroundTasks(self._broken)
         self._ref = WorkerRef(config.worker_id, config.incarnation)
-        self._traces = WorkerTraces(worker_tracer(config, self._ref), self._ref)
+        # The router has decided: what comes without a traceparent is not traced.
+        tracer = open_tracer(config.trace_endpoint, 0.0, "tandem-worker", str(self._ref))
+        self._traces = WorkerTraces(tracer, self._ref)
         self._engine: Engine = await asyncio.to_thread(build_engine, config)
         self._energy = gpu_energy(gpu_uuid(self._engine.runner.kv_pool))
         self._build_transfer()

@@ -7,23 +7,19 @@ below the attempt of the router. A request that is not traced costs a look into 
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
-from cluster.worker_config import WorkerConfig
 from core.membership import WorkerRef
 from core.messages import Answer, Refused, ReserveBlocks, Reserved, StartGeneration, StartPrefill
 from engine.step import Progress
 from kv_transfer.driver import Outcome
 from kv_transfer.effects import SourceEnded, TargetFailed, TargetLanded
+from telemetry.open_tracer import close_tracer
 
 if TYPE_CHECKING:  # it loads OpenTelemetry
     from telemetry.tracing import Span, Tracer
-
-
-SEND_S: Final = 1.0  # at the end of the process
 
 
 @dataclass(slots=True)
@@ -94,8 +90,7 @@ class WorkerTraces:
 
     async def close(self) -> None:
         """Send what has ended, for a bounded time."""
-        if self._tracer is not None:
-            await asyncio.to_thread(self._tracer.close, SEND_S)
+        await close_tracer(self._tracer)
 
     def _progressed(self, work: _Work, item: Progress) -> None:
         attempt_id = item.request_id
@@ -132,14 +127,3 @@ class WorkerTraces:
         if span is not None:
             span.set({f"tandem.{name}": number for name, number in numbers.items()})
             span.end()
-
-
-def worker_tracer(config: WorkerConfig, worker: WorkerRef) -> Tracer | None:
-    """None where nothing is traced."""
-    if not config.trace_endpoint:
-        return None
-    # Imported here: OpenTelemetry takes a tenth of a second.
-    from telemetry.tracing import TraceConfig, Tracer
-
-    # The router has decided: what comes without a traceparent is not traced.
-    return Tracer(TraceConfig(config.trace_endpoint, ratio=0.0), "tandem-worker", str(worker))

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import secrets
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import grpc
 from aiohttp import web
@@ -28,6 +27,7 @@ from router.front.openai_http import build_http_app, build_http_runner
 from router.live import LiveDispatcher
 from router.policy_file import Policy, follow_policy, read_policy
 from router.registry_service import SERVICE_NAME, RegistryServicer
+from telemetry.open_tracer import close_tracer, open_tracer
 from telemetry.router_metrics import PolicyMetrics, RouterMetrics, RouterStateCollector, RoutingMetrics
 from telemetry.slo_metrics import SloTargets
 from telemetry.tasks import EXIT_INVARIANT_BROKEN, BackgroundTasks, end_process
@@ -36,8 +36,6 @@ if TYPE_CHECKING:  # it loads OpenTelemetry
     from telemetry.tracing import Tracer
 
 logger = logging.getLogger(__name__)
-
-TRACE_FLUSH_S: Final = 1.0
 
 
 class RouterProcess:
@@ -62,7 +60,7 @@ class RouterProcess:
         registry = CollectorRegistry()
         routing = RoutingMetrics(registry)
         router_id = f"router-{secrets.token_hex(4)}"
-        self._tracer = _tracer(config, router_id)
+        self._tracer = open_tracer(config.trace_endpoint, config.trace_ratio, "tandem-router", router_id)
         self._dispatcher = LiveDispatcher(config, router_id, self._tasks.spawn, routing, self._tracer)
         registry.register(RouterStateCollector(self._dispatcher.state, config.model_name))
         tokenizer = Tokenizer.load(config.model_folder)
@@ -97,8 +95,7 @@ class RouterProcess:
             await self._grpc.server.stop(grace=0.5)
         if self._registry is not None:
             await self._registry.stop(grace=0.5)
-        if self._tracer is not None:
-            await asyncio.to_thread(self._tracer.close, TRACE_FLUSH_S)
+        await close_tracer(self._tracer)
 
     def _follow(self, file: Path, front: Front, metrics: PolicyMetrics) -> None:
         dispatcher = self._dispatcher
@@ -147,15 +144,6 @@ def _served_model(config: RouterConfig, tokenizer: Tokenizer) -> ServedModel:
         eos_token_ids=tokenizer.eos_token_ids,
         weights_digest=weights_digest(config.model_folder),
     )
-
-
-def _tracer(config: RouterConfig, router_id: str) -> Tracer | None:
-    if not config.trace_endpoint:
-        return None
-    # Imported here: OpenTelemetry takes a tenth of a second.
-    from telemetry.tracing import TraceConfig, Tracer
-
-    return Tracer(TraceConfig(config.trace_endpoint, config.trace_ratio), "tandem-router", router_id)
 
 
 def _broken(error: BaseException) -> None:
