@@ -9,53 +9,19 @@ tick is 10 ms, so below 0.1 % of a core nothing is told apart in 30 s. A thread 
 from __future__ import annotations
 
 import argparse
-import os
 import time
-from collections import defaultdict
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-TICKS_PER_S: Final = os.sysconf("SC_CLK_TCK")
+from bench.processes import cpu_s
+from cluster import processes
+
 LEAST_SHARE: Final = 0.0005  # of a core: what takes less is not listed
 
 
-@dataclass(frozen=True, slots=True)
-class Stat:
-    """One line of /proc/.../stat."""
-
-    name: str
-    parent: int
-    cpu_s: float
-
-    @classmethod
-    def read(cls, folder: Path) -> Stat:
-        head, _, tail = (folder / "stat").read_text().rpartition(")")
-        fields = tail.split()
-        return cls(head.partition("(")[2], int(fields[1]), (int(fields[11]) + int(fields[12])) / TICKS_PER_S)
-
-
-def descendants(pid: int) -> list[int]:
-    """`pid` and all below it."""
-    children: dict[int, list[int]] = defaultdict(list)
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            children[Stat.read(folder).parent].append(int(folder.name))
-        except (FileNotFoundError, ProcessLookupError):
-            continue  # it has just ended
-    found, open_pids = [], [pid]
-    while open_pids:
-        found.append(open_pids.pop())
-        open_pids += children[found[-1]]
-    return found
-
-
-def read_threads(pid: int) -> dict[int, Stat]:
-    return {int(folder.name): Stat.read(folder) for folder in Path(f"/proc/{pid}/task").iterdir()}
-
-
-def command_of(pid: int) -> str:
-    return " ".join(Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0"))[:100]
+def read_threads(pid: int) -> dict[Path, float]:
+    """CPU seconds so far, by thread."""
+    return {folder: cpu_s(folder) for folder in Path(f"/proc/{pid}/task").iterdir()}
 
 
 def main() -> None:
@@ -63,25 +29,25 @@ def main() -> None:
     parser.add_argument("--pid", type=int, required=True)
     parser.add_argument("--seconds", type=float, default=30.0)
     arguments = parser.parse_args()
-    before = {pid: read_threads(pid) for pid in descendants(arguments.pid)}
+    root = processes.find(arguments.pid)
+    if root is None:
+        parser.error(f"--pid: there is no process {arguments.pid}")
+    before = {process: read_threads(process.pid) for process in (root, *processes.descendants(root.pid))}
     started_s = time.monotonic()
     time.sleep(arguments.seconds)
-    after = {pid: read_threads(pid) for pid in before if Path(f"/proc/{pid}").exists()}
+    after = {process: read_threads(process.pid) for process in before if processes.is_alive(process)}
     wall_s = time.monotonic() - started_s
     total = 0.0
-    for pid, threads in after.items():
-        shares = {
-            thread: (stat.cpu_s - before[pid][thread].cpu_s) / wall_s
-            for thread, stat in threads.items()
-            if thread in before[pid]
-        }
+    for process, threads in after.items():
+        known = before[process]
+        shares = {thread: (used_s - known[thread]) / wall_s for thread, used_s in threads.items() if thread in known}
         total += sum(shares.values())
         if sum(shares.values()) < LEAST_SHARE:
             continue
-        print(f"{sum(shares.values()):7.2%}  {pid}  {command_of(pid)}")
+        print(f"{sum(shares.values()):7.2%}  {process.pid}  {processes.command_of(process)[:100]}")
         for thread in sorted(shares, key=shares.__getitem__, reverse=True):
             if shares[thread] >= LEAST_SHARE:
-                print(f"   {shares[thread]:7.2%}  {thread}  {threads[thread].name}")
+                print(f"   {shares[thread]:7.2%}  {thread.name}  {(thread / 'comm').read_text().strip()}")
     print(f"{total:7.2%}  all, over {wall_s:.0f} s")
 
 

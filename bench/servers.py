@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Final
 
 from bench.engine import vllm_preload
-from bench.process_memory import process_tree, status_bytes
+from bench.processes import process_tree, status_bytes
 from cluster.free_ports import free_ports
 
 START_LIMIT_S: Final = 300.0  # vLLM compiles its graph when it loads

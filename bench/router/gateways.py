@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from bench.process_memory import process_tree
+from bench.processes import cpu_s, process_tree
 from bench.servers import STOP_LIMIT_S
 from cluster.free_ports import free_ports
 
@@ -23,7 +23,6 @@ MODEL_NAME: Final = "stub"
 ROUTER_ENVIRONMENT: Final = {
     "TANDEM_NUM_BLOCKS": str(MAX_CONTEXT_TOKENS // 16),  # of a worker; nothing longer is let in
 }
-TICK_S: Final = 1 / os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ class Gateway:
 
     def cpu_s(self) -> float:
         """What it and all below it have computed so far."""
-        return sum(_cpu_s(pid) for pid in process_tree(self.pid))
+        return sum(cpu_s(Path(f"/proc/{pid}")) for pid in process_tree(self.pid))
 
 
 @contextmanager
@@ -113,9 +112,3 @@ def _process(command: list[str], core: int | None = None) -> Iterator[int]:
 def other_cores() -> set[int]:
     """Where the router is not; on a machine with one core it is everywhere."""
     return set(range(os.cpu_count() or 1)) - {ROUTER_CORE} or {ROUTER_CORE}
-
-
-def _cpu_s(pid: int) -> float:
-    """User and system time of /proc/PID/stat; its second field may hold spaces and ends with the last bracket."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) * TICK_S
