@@ -17,7 +17,7 @@ _candidates: Final = cycle(random.sample(BELOW_EPHEMERAL, len(BELOW_EPHEMERAL)))
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
     """Different ports of `host` that nobody listens on. Raises OSError."""
-    found = list(islice((port for port in islice(_candidates, TRIES) if _can_listen(host, port)), count))
+    found = list(islice((port for port in islice(_candidates, TRIES) if can_listen(host, port)), count))
     if len(found) < count:
         raise OSError(errno.EADDRINUSE, f"of {TRIES} ports on {host}, {len(found)} are free")
     return found
@@ -33,7 +33,8 @@ def listen_once(host: str, port: int) -> None:
         probe.listen()
 
 
-def _can_listen(host: str, port: int) -> bool:
+def can_listen(host: str, port: int) -> bool:
+    """Whether a server can listen there now."""
     try:
         listen_once(host, port)
     except OSError:

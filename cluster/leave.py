@@ -8,13 +8,13 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import Final
 
 from cluster.controller_client import ControllerUnreachable, drain_worker
 from cluster.fleet import DrainRefused
+from cluster.free_ports import can_listen
 from cluster.status_client import RouterUnreachable, fetch_all
 
 RETRY_S: Final = 1.0
@@ -68,11 +68,4 @@ async def _drain_here(registries: Sequence[str], controller: str, timeout_s: flo
 
 def is_own(address: str) -> bool:
     """Whether host:port is of this host: nobody can listen at an address that another one has."""
-    host = address.rpartition(":")[0].strip("[]")
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        try:
-            probe.bind((host, 0))
-        except OSError:
-            return False
-    return True
+    return can_listen(address.rpartition(":")[0].strip("[]"), 0)

@@ -20,7 +20,7 @@ class Send:
 @dataclass(frozen=True, slots=True)
 class Deliver:
     """The next positions of one choice's output. The last one of each choice has a finish reason, the last one of all
-    ends the request."""
+    ends the request. delta: of the request's own choice, under the id of the attempt that it came from."""
 
     request_id: str
     delta: TokenDelta

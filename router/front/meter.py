@@ -62,6 +62,7 @@ class Meter:
         self._arrived_s = clock()
         self._outputs: dict[int, Timeline] = {}  # by choice
         self._request: GenerateRequest | None = None
+        self._band = Band.INTERACTIVE
         self._finish_reason: FinishReason | None = None
         self._usage: Usage | None = None
         self._failure: Exception | None = None
@@ -73,7 +74,7 @@ class Meter:
 
     def accepted(self, request: GenerateRequest) -> GenerateRequest:
         """The request passed the front's checks and goes to the dispatcher, with its place in the trace."""
-        self._request = request
+        self._request, self._band = request, band_of(request)
         self._metrics.prompt_tokens.inc(request.num_prompt_tokens)
         self._metrics.vllm.prompt_tokens.observe(request.num_prompt_tokens)
         self._metrics.vllm.all_prompt_tokens.inc(request.num_prompt_tokens)
@@ -140,10 +141,6 @@ class Meter:
         waited_s = math.inf if failed else self._clock() - self._arrived_s
         if ttfts_s or failed or waited_s > self._metrics.slo.targets.ttft_s:
             self._metrics.slo.ended(self._band, min(ttfts_s, default=waited_s), self._tpots_s, failed=failed)
-
-    @property
-    def _band(self) -> Band:
-        return Band.INTERACTIVE if self._request is None else band_of(self._request)
 
     @property
     def _ttfts_s(self) -> list[float]:
