@@ -47,11 +47,12 @@ class Host:
         self._containers: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self, name: str, command: list[str], environment: dict[str, str]) -> None:
-        """Run a command here; what it says goes to a file."""
+        """Run a command here; what it says goes to a file. Of our environment it gets the PATH alone: Ray's settings
+        stay in a process that has run one."""
         enter = ["nsenter", f"--target={self._first}", "--net", "--mount", "--pid", f"--wdns={self._folder}", "--"]
         with self._log(name).open("wb") as log:
             self._containers[name] = subprocess.Popen(
-                [*enter, *command], stdout=log, stderr=log, env=os.environ | environment
+                [*enter, *command], stdout=log, stderr=log, env={"PATH": os.environ["PATH"]} | environment
             )
 
     def terminate(self, name: str) -> None:
