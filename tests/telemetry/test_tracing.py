@@ -91,13 +91,15 @@ def test_a_collector_that_hangs_costs_spans_and_holds_up_nobody() -> None:
     assert 0 < exporter.num_spans <= 2 * MAX_WAITING_SPANS
 
 
-def test_a_collector_that_is_away_is_an_error_of_nobody() -> None:
+def test_a_collector_that_is_away_is_an_error_of_nobody(caplog: pytest.LogCaptureFixture) -> None:
     """The real exporter, to a port where nobody listens."""
     tracer = Tracer(TraceConfig("http://127.0.0.1:1/v1/traces", 1.0), "tandem-test", "test-0")
     span = tracer.start("s", None)
     assert span is not None
     span.end()
     tracer.close(0.05)
+    tracer.close(30.0)  # its thread is done, and says nothing in later tests
+    assert [record.getMessage() for record in caplog.records] == ['state="collector away" num_spans=1']
 
 
 class FlakyExporter(SpanExporter):
