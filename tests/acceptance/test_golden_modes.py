@@ -1,4 +1,7 @@
-"""All golden cases, token-exact in float32, in every mode that must not change an answer; and what really moved."""
+"""All golden cases, token-exact in float32, in every mode that must not change an answer; and what really moved.
+
+In chunks, on two prefill workers: tests/acceptance/test_shared_prefix.py.
+"""
 
 from __future__ import annotations
 
@@ -82,10 +85,3 @@ def test_disaggregated_with_16_in_flight_at_once(pair: RunningCluster) -> None:
         assert_golden(answer, case)
         assert_moved(pair, answer, case)
     pair.wait_idle()
-
-
-def test_disaggregated_in_chunks_of_64_tokens_on_two_prefill_workers(two_prefills: RunningCluster) -> None:
-    for case, answer in ask_all(two_prefills, "remote", at_once=4):
-        assert_golden(answer, case)
-        assert_moved(two_prefills, answer, case)
-    two_prefills.wait_idle()

@@ -1,4 +1,8 @@
-"""A prefix computed by one worker is a hit on another: found in the shared index, pushed by its holder over NIXL."""
+"""A prefix computed by one worker is a hit on another: found in the shared index, pushed by its holder over NIXL.
+
+The hit comes first: two requests at once go to two prefill workers as long as the router has not learnt that one is much
+slower, which a busy machine may teach it while all golden cases are computed.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,7 @@ from typing import Any
 
 from tests.acceptance.golden import CASES
 from tests.acceptance.running_cluster import RunningCluster
+from tests.acceptance.test_golden_modes import ask_all, assert_golden, assert_moved
 
 (CASE,) = [case for case in CASES if case.name == "shared_prefix_b"]
 SHARED = CASE.prompt_ids[:320]
@@ -50,6 +55,13 @@ def test_another_salt_gets_no_hit(two_prefills: RunningCluster) -> None:
     answer = ask(two_prefills, "another", max_tokens=4)
     assert answer["usage"]["tandem"]["fetched_tokens"] == 0
     assert answer["usage"]["tandem"]["computed_tokens"] == len(CASE.prompt_ids)
+
+
+def test_disaggregated_in_chunks_of_64_tokens_on_two_prefill_workers(two_prefills: RunningCluster) -> None:
+    for case, answer in ask_all(two_prefills, "remote", at_once=4):
+        assert_golden(answer, case)
+        assert_moved(two_prefills, answer, case)
+    two_prefills.wait_idle()
 
 
 def test_without_redis_the_system_serves_on(two_prefills: RunningCluster) -> None:
