@@ -1,7 +1,7 @@
 """A prefix computed by one worker is a hit on another: found in the shared index, pushed by its holder over NIXL.
 
-The hit comes first: two requests at once go to two prefill workers as long as the router has not learnt that one is much
-slower, which a busy machine may teach it while all golden cases are computed.
+The hit comes first: two requests at once go to two prefill workers as long as the router has not learnt that one is
+much slower, which a busy machine may teach it while all golden cases are computed.
 """
 
 from __future__ import annotations
