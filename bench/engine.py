@@ -372,6 +372,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=16, help="decode steps in a round (default: %(default)s)")
     parser.add_argument("--minutes", type=float, default=12.0, help="no second round starts later (%(default)s)")
     parser.add_argument("--token-budget", type=int, default=256, help="of a step; 0: each one's default (%(default)s)")
+    parser.add_argument("--max-decode-slowdown", type=float, default=1000.0, help="Tandem's (%(default)s: off)")
     parser.add_argument("--temperature", type=float, default=0.0, help="(default: %(default)s, greedy)")
     parser.add_argument("--clock", default="cpu", choices=CPU_CLOCK, help="(default: %(default)s)")
     parser.add_argument("--core", type=int, default=max(os.sched_getaffinity(0)), help="(default: the last)")
@@ -397,6 +398,7 @@ def main() -> None:
         kv_tokens=kv_tokens(options.rounds, options.steps),
         max_context=2 * STREAM_MAX_TOKENS,
         max_sequences=max(DECODE_BATCHES) + 2,
+        max_decode_slowdown=options.max_decode_slowdown,
         temperature=options.temperature,
         vocab_size=config.vocab_size,
     )

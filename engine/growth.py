@@ -40,7 +40,10 @@ class BlockGrowth:
         return copies
 
     def num_expected(self, holders: Iterable[Sequence]) -> int:
-        """Blocks that those who hold some may soon need; to preempt them for want of one later would cost more."""
+        """Blocks that those who hold some may soon need; to preempt them for want of one later would cost more.
+
+        Choices that share a block count a copy each, though the last to write makes none: so for one step after a fork.
+        """
         return sum(item.num_growth_blocks(self._most, must_copy=self._must_copy(item)) for item in holders)
 
     def _must_copy(self, sequence: Sequence) -> bool:

@@ -36,7 +36,10 @@ Took = tuple[float, float]
 
 @dataclass(frozen=True)
 class Settings:
-    """token_budget: most tokens in one step, 0 for the engine's own default. kv_tokens: size of the KV cache."""
+    """token_budget: most tokens in one step, 0 for the engine's own default. kv_tokens: size of the KV cache.
+
+    max_decode_slowdown: Tandem's; the others have nothing like it.
+    """
 
     model: str
     dtype: str
@@ -44,6 +47,7 @@ class Settings:
     kv_tokens: int
     max_context: int
     max_sequences: int
+    max_decode_slowdown: float
     temperature: float
     vocab_size: int
 

@@ -27,7 +27,7 @@ class TandemEngine:
         num_blocks = num_blocks_for(settings.kv_tokens, BLOCK_SIZE)
         self._runner = load_runner(Path(settings.model), settings.dtype, num_blocks, BLOCK_SIZE)
         limits = ModelLimits(BLOCK_SIZE, self._runner.max_context_tokens, ())
-        config = SchedulerConfig(settings.token_budget or 256, max_decode_slowdown=1000)  # as a worker's defaults
+        config = SchedulerConfig(settings.token_budget or 256, max_decode_slowdown=settings.max_decode_slowdown)
         self._scheduler = Scheduler(config, BlockPool(num_blocks), limits, b"bench", no_stop_strings)
         self._sampling = SamplingParams(temperature=settings.temperature)
         self._request_ids: set[str] = set()
