@@ -50,6 +50,14 @@ def test_round_trip(tokenizer: Tokenizer, text: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
+@given(text=st.text())
+@settings(max_examples=200, deadline=None)
+def test_ids_are_those_of_the_library_with_offsets(
+    tokenizer: Tokenizer, reference: tokenizers.Tokenizer, text: str
+) -> None:
+    assert tokenizer.encode(text) == reference.encode(text, add_special_tokens=False).ids
+
+
 def test_sizes_and_ends(tokenizer: Tokenizer) -> None:
     assert tokenizer.vocab_size == 49152
     assert tokenizer.eos_token_ids == (2,)
