@@ -35,7 +35,7 @@ class HedgeBudget:
 
 
 def is_late(leg: Leg, policy: HedgePolicy, usual_pace: float | None, now: float) -> bool:
-    """Its first token might come sooner from others. usual_pace: ClusterView.usual_pace."""
+    """Its first token might come sooner from others. usual_pace: Paces.usual."""
     if leg.plan is None or leg.rival is not None or not leg.prefill_open or leg.stage in (Stage.QUEUED, Stage.DONE):
         return False
     if leg.request.output_token_ids or any(output.tokens or output.early for output in leg.outputs):

@@ -70,7 +70,7 @@ class Planner:
         if policy is None:
             return effects
         for leg in legs:
-            if self._hedges.allows_one and is_late(leg, policy, self._view.usual_pace, now):
+            if self._hedges.allows_one and is_late(leg, policy, self._view.paces.usual, now):
                 effects += self._hedge(leg, now)
         return effects
 

@@ -12,7 +12,8 @@ from core.errors import BadRequest
 from core.membership import NOTHING_GIVEN, GivenWork, Life, Role, WorkerInfo, WorkerLoad, WorkerRef, next_life
 from core.messages import CacheEvents, PeerConnected
 from router.policy.affinity import place_key
-from router.policy.prefill_queue import WEIGHT, PrefillQueue
+from router.policy.pace import Pace, Paces
+from router.policy.prefill_queue import PrefillQueue
 from router.policy.transfer import ExposedShares
 from router.prefix_view import PrefixView
 
@@ -40,6 +41,7 @@ class WorkerView:
     open_tokens: int = 0
     move_at_s: float = math.inf
     prefills: PrefillQueue = field(default_factory=PrefillQueue)
+    pace: Pace = field(default_factory=Pace)
     prompt_tokens: int = 0
     kv_tokens: int = 0
     peers: dict[WorkerRef, PeerConnected] = field(default_factory=dict)
@@ -93,7 +95,7 @@ class ClusterView:
         self._ready: _Ready | None = None  # None: to be listed again, as a life or a path changed
         self.prefixes = PrefixView()
         self.exposed = ExposedShares()
-        self.usual_pace: float | None = None  # seconds per prompt token of a worker, as learnt from all
+        self.paces = Paces()
 
     def register(self, info: WorkerInfo, now: float) -> WorkerView:
         """Take up a worker, one that we lost too: it has cancelled all that we gave it.
@@ -221,18 +223,21 @@ class ClusterView:
             worker.weigh()
 
     def learn_pace(self, ref: WorkerRef, begun_s: float, now: float, computed_tokens: int) -> None:
-        """As PrefillQueue.learn."""
+        """A prompt that a worker got at `begun_s` has its first token; of it `computed_tokens` were no hits."""
         worker = self._workers.get(ref)
-        if worker is None:
-            return
-        worker.prefills.learn(begun_s, now, computed_tokens)
-        self._note_pace(worker)
+        if worker is not None and (sample := worker.prefills.computed(begun_s, now, computed_tokens)) is not None:
+            self.paces.learn(worker.pace, worker.info.role, sample, now)
 
     def learn_outrun(self, ref: WorkerRef, begun_s: float, now: float, computed_tokens: int) -> None:
-        """As PrefillQueue.learn_outrun."""
+        """A prompt is wanted no longer, as another worker was faster: this one takes at least so long. Else one that
+        loses every race would look as fast as ever."""
         worker = self._workers.get(ref)
-        if worker is not None:
-            worker.prefills.learn_outrun(begun_s, now, computed_tokens)
+        if worker is not None and (sample := worker.prefills.so_far(begun_s, now, computed_tokens)) is not None:
+            self.paces.learn_at_least(worker.pace, worker.info.role, sample, now)
+
+    def pace(self, worker: WorkerView, now: float) -> float | None:
+        """Seconds for a prompt token there; None while no worker has shown any."""
+        return self.paces.of(worker.pace, worker.info.role, now)
 
     def learn_transfer(
         self, decode: WorkerRef, prefill: WorkerRef, kv_bytes: int, exposed_s: float, now: float
@@ -241,12 +246,6 @@ class ClusterView:
         source, target = self._workers.get(prefill), self._workers.get(decode)
         if source is not None and target is not None and (gbps := target.links.get(source.slot)):
             self.exposed.learn(target.lanes[source.slot], kv_bytes / 1e9 / gbps, exposed_s, now)
-
-    def _note_pace(self, worker: WorkerView) -> None:
-        pace = worker.prefills.seconds_per_token
-        if pace is not None:
-            usual = pace if self.usual_pace is None else self.usual_pace
-            self.usual_pace = usual + WEIGHT * (pace - usual)
 
     def workers(self, role: Role | None = None) -> list[WorkerView]:
         """In the order in which they registered."""

@@ -122,7 +122,7 @@ class Admission:
 
     def _count(self, now: float) -> Capacity:
         if now - self._counted_s >= RECOUNT_S:
-            self._capacity, self._counted_s = Capacity.count(self._view.workers()), now
+            self._capacity, self._counted_s = Capacity.count(self._view, now), now
         return self._capacity
 
     def _require_soon(self, item: Waiting, prompt_tokens: int, max_ttft_s: float | None, now: float) -> None:

@@ -6,13 +6,12 @@ more. So only prompts that the workers are about to compute are sent, a few step
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Final
 
 from core.membership import Life, Role
-from router.view import WorkerView
+from router.view import ClusterView, WorkerView
 
 # For each worker one that it computes and one that is next, whatever their length: it never waits for the router.
 LEAST_PROMPTS: Final = 2
@@ -62,11 +61,10 @@ class Capacity:
     others_tokens: int = 0
 
     @classmethod
-    def count(cls, workers: Iterable[WorkerView]) -> Capacity:
-        ready = [worker for worker in workers if worker.life is Life.READY]
+    def count(cls, view: ClusterView, now: float) -> Capacity:
+        ready = [worker for worker in view.workers() if worker.life is Life.READY]
         decodes = [worker for worker in ready if worker.info.role is Role.DECODE]
-        # 0 where all that it has shown came in one step with another prompt's: as if it had shown nothing.
-        paces = [pace for worker in ready if (pace := worker.prefills.seconds_per_token)]
+        paces = [pace for worker in ready if (pace := view.pace(worker, now))]
         others_tokens = sum(worker.others.prompt_tokens for worker in ready)
         pace = fmean(paces) if paces else None
         return cls(len(ready), len(decodes), sum(map(_free_tokens, decodes)), pace, others_tokens)

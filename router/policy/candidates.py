@@ -31,9 +31,10 @@ _kv_tokens: Final[Work] = attrgetter("kv_tokens")
 @dataclass(slots=True)
 class Candidate:
     """hit_blocks: leading blocks of the prompt that it caches; 0 for one that has too much work to be chosen for them.
-    affinity_tokens: taken off its cost."""
+    affinity_tokens: taken off its cost. slowness: what a prompt token takes there, by the usual."""
 
     worker: WorkerView
+    slowness: float
     hit_blocks: int
     affinity_tokens: float
 
@@ -83,7 +84,7 @@ class Search:
         fresh = [worker for worker in workers if worker.heard_at_s >= heard_s]
         if not fresh:  # nothing is known to hold: the better one of two at random
             two = self.rng.sample(workers, min(2, len(workers)))
-            return [Candidate(worker, 0, 0.0) for worker in two]
+            return [Candidate(worker, self._slowness(worker), 0, 0.0) for worker in two]
         own = None
         if self.session is not None:
             own = fresh[own_place(self.session, [worker.place_key for worker in fresh])]
@@ -92,11 +93,16 @@ class Search:
         return [
             Candidate(
                 worker,
+                self._slowness(worker),
                 blocks_held(self.runs, worker.slot) if work(worker) <= most else 0,
                 self.policy.affinity_tokens if worker is own else 0.0,
             )
             for worker in chosen
         ]
+
+    def _slowness(self, worker: WorkerView) -> float:
+        pace, usual = self.view.pace(worker, self.now), self.view.paces.usual
+        return pace / usual if pace and usual else 1.0
 
     def _narrowed(self, fresh: list[WorkerView], work: Work, own: WorkerView | None) -> list[WorkerView]:
         by_work = sorted(fresh, key=work)

@@ -96,9 +96,9 @@ def choose(
     if not decodes:
         return None
     info = decodes[0].worker.info
-    block_cost = info.block_bytes / 1e9 / view.usual_pace if view.usual_pace else 0.0
+    block_cost = info.block_bytes / 1e9 / view.paces.usual if view.paces.usual else 0.0
     exposed = view.exposed.by_lane(now)
-    model = CostModel(policy, request.num_given_tokens, info.block_size, block_cost, view.usual_pace, exposed=exposed)
+    model = CostModel(policy, request.num_given_tokens, info.block_size, block_cost, exposed=exposed)
     if runs:
         longest = runs[-1]
         holder = (longest.holders & -longest.holders).bit_length() - 1

@@ -15,7 +15,6 @@ from core.membership import WorkerRef
 from router.policy.candidates import Candidate
 from router.policy.routing_policy import RoutingPolicy
 from router.policy.transfer import FIRST_SHARE
-from router.view import WorkerView
 
 HOMELESS_COST: Final = 10.0  # of a token for which the decode worker's KV pool has no room now
 LEAST_FETCHED_BLOCKS: Final = 4  # a prefill worker computes fewer itself (PrefillConfig.min_fetch_blocks)
@@ -57,7 +56,7 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """For one request of `num_tokens` tokens. usual_pace: seconds for one, None before anything is learnt.
+    """For one request of `num_tokens` tokens.
 
     block_cost: of moving one block at 1 gigabyte/s; 0 while no pace is known to compare it with.
     longest_blocks: the longest run of the prompt that anybody caches; holder: slot of one that does.
@@ -68,7 +67,6 @@ class CostModel:
     num_tokens: int
     block_size: int
     block_cost: float
-    usual_pace: float | None
     longest_blocks: int = 0
     holder: int = 0
     exposed: Mapping[str, float] = field(default_factory=dict)
@@ -134,7 +132,7 @@ class CostModel:
 
     def _local(self, decode: Candidate, cost: float) -> tuple[float, float]:
         """What comes before the prompt on a decode worker, and what is left of the prompt itself."""
-        cost *= self._slowness(decode.worker)
+        cost *= decode.slowness
         saved = decode.hit_blocks * self.block_size * self.policy.overlap_weight
         return decode.worker.prompt_tokens * cost, (self.num_tokens - saved) * cost
 
@@ -142,12 +140,12 @@ class CostModel:
         return self._queued(prefill) + self._prompt_on(prefill)[0] - prefill.affinity_tokens
 
     def _queued(self, prefill: Candidate) -> float:
-        return prefill.worker.prompt_tokens * self._slowness(prefill.worker)
+        return prefill.worker.prompt_tokens * prefill.slowness
 
     def _prompt_on(self, prefill: Candidate) -> tuple[float, int]:
         """What the prompt costs a prefill worker, and how many tokens of a longer run that a connected peer caches are
         pushed to it, where that is cheaper than computing them."""
-        slowness = self._slowness(prefill.worker)
+        slowness = prefill.slowness
         saved = prefill.hit_blocks * self.block_size * self.policy.overlap_weight
         cost = (self.num_tokens - saved) * slowness
         num_blocks = self.longest_blocks - prefill.hit_blocks
@@ -173,8 +171,3 @@ class CostModel:
         hit_tokens = decode.hit_blocks * self.block_size
         homeless = worker.kv_tokens + self.num_tokens - hit_tokens - worker.capacity_tokens
         return worker.kv_tokens * self.policy.kv_token_cost + max(0, homeless) * HOMELESS_COST
-
-    def _slowness(self, worker: WorkerView) -> float:
-        """1 for a worker of usual pace, or one that has not shown its own."""
-        pace = worker.prefills.seconds_per_token
-        return pace / self.usual_pace if pace and self.usual_pace else 1.0

@@ -135,7 +135,7 @@ def test_no_hedge_without_other_workers_nor_while_requests_wait_nor_beyond_the_b
 
 def test_a_long_prompt_is_not_late_before_a_multiple_of_what_was_predicted() -> None:
     cluster = hedged("d1", "d2", times_predicted=3.0)
-    cluster.view.usual_pace = 0.1  # of 20 tokens: 2 s
+    cluster.view.paces.usual = 0.1  # of 20 tokens: 2 s
     cluster.submit()
     assert cluster.dispatcher.tick(AFTER_S * 2) == []
     assert planned_on(cluster.dispatcher.tick(6.0)) == [("d2", None)]
@@ -143,14 +143,15 @@ def test_a_long_prompt_is_not_late_before_a_multiple_of_what_was_predicted() -> 
 
 def test_a_worker_that_loses_races_is_known_to_be_slow() -> None:
     cluster = hedged("d1", "d2")
-    first = cluster.view.get(cluster.refs["d1"])
+    ref = cluster.refs["d1"]
+    first = cluster.view.get(ref)
     assert first is not None
-    first.prefills.seconds_per_token = 0.001
-    first.prefills.learn_outrun(0.0, 2.0, 100)
-    slower = first.prefills.seconds_per_token
-    assert slower > 0.001
-    first.prefills.learn_outrun(2.0, 2.01, 100)  # it was not given long: nothing is known from that
-    assert first.prefills.seconds_per_token == slower
+    cluster.view.learn_pace(ref, 0.0, 0.1, 100)
+    cluster.view.learn_outrun(ref, 0.1, 2.1, 100)
+    slower = first.pace.seconds
+    assert slower is not None and slower > 0.003
+    cluster.view.learn_outrun(ref, 2.1, 2.11, 100)  # it was not given long: nothing is known from that
+    assert first.pace.seconds == slower
 
 
 @pytest.mark.parametrize(

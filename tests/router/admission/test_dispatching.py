@@ -119,7 +119,7 @@ def test_prompts_that_end_in_one_step_of_a_new_worker_break_no_prediction() -> N
     cluster.submit("long")
     deltas = tuple(TokenDelta(cluster.attempts[name], 0, (5,), FinishReason.STOP) for name in ("short", "long"))
     cluster.sent(cluster.dispatcher.answered(WORKERS[0], StepOutput(deltas, WorkerLoad()), 1.0))
-    assert cluster.view.workers()[0].prefills.seconds_per_token == 0.0
+    assert cluster.view.workers()[0].pace.seconds == 0.0
     cluster.dispatcher.admission.policy = AdmissionPolicy(queue=QueuePolicy(interactive=BandPolicy(max_ttft_s=1.0)))
     assert cluster.submit("next", now=1.1) == ["next"]
     cluster.first_token("next", now=11.1)  # 20 s for 100 tokens, in the mean

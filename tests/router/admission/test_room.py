@@ -20,6 +20,6 @@ def test_prompts_of_all_routers_fill_the_workers(own_tokens: int, others_tokens:
         view.ready(WorkerRef(name, "1"))
     view.heard(WorkerRef("p", "1"), WorkerLoad(), GivenWork(1, others_tokens, others_tokens), now=0.0)
     view.heard(WorkerRef("d", "1"), WorkerLoad(), GivenWork(1, others_tokens, 0), now=0.0)  # the same prompts' blocks
-    capacity = Capacity.count(view.workers())
+    capacity = Capacity.count(view, now=0.0)
     assert capacity.has_room(PromptsOut(num_prompts=4, num_tokens=own_tokens), tokens_ahead=100) is has_room
     assert capacity.has_room(PromptsOut(num_prompts=3, num_tokens=own_tokens), tokens_ahead=100)  # each has its least

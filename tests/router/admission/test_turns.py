@@ -103,7 +103,7 @@ def test_workers_are_counted_anew_when_they_change() -> None:
 
 def test_a_late_first_token_is_refused_at_once_with_the_time_to_come_back() -> None:
     known = view("d1")
-    known.workers()[0].prefills.seconds_per_token = 0.1
+    known.workers()[0].pace.seconds = 0.1
     books = admission(known, interactive=BandPolicy(max_ttft_s=20.0))
     books.enter(request("first"), 0.0)  # 4 s
     assert admitted(books) == ["first"]
