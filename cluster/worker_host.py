@@ -87,7 +87,8 @@ class WorkerHost:
         self._tasks = BackgroundTasks(self._broken)
         self._ref = WorkerRef(config.worker_id, config.incarnation)
         # The router has decided: what comes without a traceparent is not traced.
-        tracer = open_tracer(config.trace_endpoint, 0.0, "tandem-worker", str(self._ref))
+        registry = CollectorRegistry()
+        tracer = open_tracer(config.trace_endpoint, 0.0, "tandem-worker", str(self._ref), registry)
         self._traces = WorkerTraces(tracer, self._ref)
         self._engine: Engine = await asyncio.to_thread(build_engine, config)
         self._energy = gpu_energy(gpu_uuid(self._engine.runner.kv_pool))
@@ -95,7 +96,7 @@ class WorkerHost:
         scheduler, handoffs = self._engine.scheduler, self._transfer.handoffs
         self._role = WorkerRole(config.role, self._make_service, self._streams.send, scheduler, handoffs)
         self._loop = EngineLoop(self._engine.scheduler, self._engine.runner, self._stepped)
-        self._metrics = WorkerMetrics(CollectorRegistry(), self._state)
+        self._metrics = WorkerMetrics(registry, self._state)
         listener = self._transfer.driver.listener
         listener.pushed, listener.landed, listener.verified = self._pushed, self._metrics.landed, self._metrics.verified
         await self._listen()

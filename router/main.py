@@ -60,7 +60,7 @@ class RouterProcess:
         registry = CollectorRegistry()
         routing = RoutingMetrics(registry)
         router_id = f"router-{secrets.token_hex(4)}"
-        self._tracer = open_tracer(config.trace_endpoint, config.trace_ratio, "tandem-router", router_id)
+        self._tracer = open_tracer(config.trace_endpoint, config.trace_ratio, "tandem-router", router_id, registry)
         self._dispatcher = LiveDispatcher(config, router_id, self._tasks.spawn, routing, self._tracer)
         registry.register(RouterStateCollector(self._dispatcher.state, config.model_name))
         tokenizer = Tokenizer.load(config.model_folder)

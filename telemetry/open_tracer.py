@@ -5,20 +5,25 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Final
 
+from prometheus_client import CollectorRegistry
+
+from telemetry.trace_metrics import TraceMetrics
+
 if TYPE_CHECKING:  # it loads OpenTelemetry
     from telemetry.tracing import Tracer
 
 CLOSE_TIMEOUT_S: Final = 1.0
 
 
-def open_tracer(endpoint: str, ratio: float, service: str, instance: str) -> Tracer | None:
-    """None where there is no endpoint, and nothing is traced. ratio: as TraceConfig; service, instance: as Tracer."""
+def open_tracer(endpoint: str, ratio: float, service: str, instance: str, registry: CollectorRegistry) -> Tracer | None:
+    """None where there is no endpoint, and nothing is traced. ratio: as TraceConfig; service, instance: as Tracer.
+    registry: gets the metrics of what is lost, where anything is traced."""
     if not endpoint:
         return None
     # Imported here: OpenTelemetry takes a tenth of a second.
     from telemetry.tracing import TraceConfig, Tracer
 
-    return Tracer(TraceConfig(endpoint, ratio), service, instance)
+    return Tracer(TraceConfig(endpoint, ratio), service, instance, TraceMetrics(registry))
 
 
 async def close_tracer(tracer: Tracer | None) -> None:

@@ -2,7 +2,7 @@
 
 A span's place in its trace travels as a W3C `traceparent`: in an HTTP header, in gRPC metadata, in commands to workers.
 Spans that have ended wait in a bounded queue, which a thread sends: a collector that is slow or away costs spans, never
-a request.
+a request, and is counted.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from telemetry.logs import log_state
+from telemetry.trace_metrics import SpanLoss, TraceMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -74,33 +75,87 @@ class Span:
         self._span.end()
 
 
-class _Collector(SpanExporter):
-    """Says once that spans do not arrive, and once that they do again: OpenTelemetry says it with each batch."""
+class _QueueLength:
+    """How many spans wait, as the processor has them: it drops the oldest of a full queue, and tells nobody but a meter
+    of OpenTelemetry's."""
 
-    def __init__(self, exporter: SpanExporter) -> None:
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_waiting = 0
+
+    def added(self) -> bool:
+        """Whether it was full, and one was dropped."""
+        with self._lock:
+            is_full = self._num_waiting == MAX_WAITING_SPANS
+            self._num_waiting += not is_full
+            return is_full
+
+    def taken(self, num_spans: int) -> None:
+        with self._lock:
+            self._num_waiting -= num_spans
+
+
+class _Collector(SpanExporter):
+    """Counts spans that do not arrive. Says once that they do not, and once that they do again: OpenTelemetry says it
+    with each batch."""
+
+    def __init__(self, exporter: SpanExporter, metrics: TraceMetrics, queue: _QueueLength) -> None:
         self._exporter = exporter
+        self._metrics = metrics
+        self._queue = queue
         self._there = True
         logging.getLogger("opentelemetry.exporter").setLevel(logging.CRITICAL)
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        result = self._exporter.export(spans)
-        there = result is SpanExportResult.SUCCESS
+        self._queue.taken(len(spans))
+        result = SpanExportResult.FAILURE
+        try:
+            result = self._exporter.export(spans)
+        finally:
+            self._heard(result is SpanExportResult.SUCCESS, len(spans))
+        return result
+
+    def _heard(self, there: bool, num_spans: int) -> None:
+        if not there:
+            self._metrics.lost(SpanLoss.NOT_DELIVERED, num_spans)
         if there is not self._there:
             self._there = there
             state = "collector back" if there else "collector away"
-            log_state(logger, logging.INFO if there else logging.WARNING, state=state, num_spans=len(spans))
-        return result
+            log_state(logger, logging.INFO if there else logging.WARNING, state=state, num_spans=num_spans)
 
     def shutdown(self) -> None:
         self._exporter.shutdown()
 
 
+class _Batches(BatchSpanProcessor):
+    """Counts spans that its queue had no room for."""
+
+    def __init__(self, exporter: SpanExporter, metrics: TraceMetrics, queue: _QueueLength) -> None:
+        super().__init__(exporter, max_queue_size=MAX_WAITING_SPANS)
+        self._metrics = metrics
+        self._queue = queue
+
+    def on_end(self, span: ReadableSpan) -> None:
+        if self._queue.added():
+            self._metrics.lost(SpanLoss.QUEUE_FULL, 1)
+        super().on_end(span)
+
+
 class Tracer:
     """One process's. service: what it is; instance: which one of them. exporter: for tests."""
 
-    def __init__(self, config: TraceConfig, service: str, instance: str, exporter: SpanExporter | None = None) -> None:
-        self._exporter = _Collector(exporter or OTLPSpanExporter(endpoint=config.endpoint, timeout=SEND_TIMEOUT_S))
-        self._processor = BatchSpanProcessor(self._exporter, max_queue_size=MAX_WAITING_SPANS)
+    def __init__(
+        self,
+        config: TraceConfig,
+        service: str,
+        instance: str,
+        metrics: TraceMetrics,
+        exporter: SpanExporter | None = None,
+    ) -> None:
+        queue = _QueueLength()
+        otlp = exporter or OTLPSpanExporter(endpoint=config.endpoint, timeout=SEND_TIMEOUT_S)
+        self._exporter = _Collector(otlp, metrics, queue)
+        self._processor = _Batches(self._exporter, metrics, queue)
         provider = TracerProvider(
             sampler=ParentBased(TraceIdRatioBased(config.ratio)),
             resource=Resource.create({"service.name": service, "service.instance.id": instance}),

@@ -24,9 +24,9 @@ class ReceivedSpan:
 
 
 class OtlpReceiver:
-    """Listens at `endpoint` until `close`."""
+    """Listens at `endpoint` until `close`. status: what it answers; it keeps what it takes, with 200."""
 
-    def __init__(self) -> None:
+    def __init__(self, status: int = 200) -> None:
         self.spans: list[ReceivedSpan] = []
         receiver = self
 
@@ -35,8 +35,9 @@ class OtlpReceiver:
                 body = self.rfile.read(int(self.headers["Content-Length"]))
                 if self.headers.get("Content-Encoding") == "gzip":
                     body = gzip.decompress(body)
-                receiver.take(ExportTraceServiceRequest.FromString(body))
-                self.send_response(200)
+                if status == 200:
+                    receiver.take(ExportTraceServiceRequest.FromString(body))
+                self.send_response(status)
                 self.send_header("Content-Type", "application/x-protobuf")
                 self.end_headers()
 

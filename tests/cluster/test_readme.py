@@ -9,7 +9,7 @@ from pathlib import Path
 
 from cluster.commands import up
 from cluster.config import ClusterConfig
-from tests.telemetry.test_metrics import ROUTER_FAMILIES, WORKER_FAMILIES
+from tests.telemetry.test_metrics import ROUTER_FAMILIES, TRACE_FAMILIES, WORKER_FAMILIES
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
 
@@ -35,4 +35,4 @@ def test_flags_and_fields() -> None:
 
 def test_metrics() -> None:
     named = {name.removesuffix("_total") for name in re.findall(r"`((?:tandem_|vllm:)[a-z0-9_]+)", section("Metrics"))}
-    assert named == ROUTER_FAMILIES | WORKER_FAMILIES
+    assert named == ROUTER_FAMILIES | TRACE_FAMILIES | WORKER_FAMILIES

@@ -17,6 +17,7 @@ import yaml
 from prometheus_client import CollectorRegistry
 
 from telemetry.router_metrics import PolicyMetrics, RouterMetrics, RouterState, RouterStateCollector, RoutingMetrics
+from telemetry.trace_metrics import TraceMetrics
 from telemetry.worker_metrics import WorkerMetrics, WorkerState
 from tests.deploy.chart import CHART, render
 from tests.deploy.tools import prometheus_tool
@@ -40,6 +41,7 @@ def exported() -> set[str]:
     RouterMetrics(registry, "tiny")
     RoutingMetrics(registry)
     PolicyMetrics(registry)
+    TraceMetrics(registry)
     registry.register(RouterStateCollector(lambda: RouterState(0, {}, {}, 0, 0, 0), "tiny"))
     WorkerMetrics(registry, lambda: WorkerState(*[0] * len(WorkerState.__slots__)))
     return {family.name + suffix for family in registry.collect() for suffix in SUFFIXES[family.type]}

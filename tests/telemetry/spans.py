@@ -6,7 +6,9 @@ from collections.abc import Sequence
 
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+from prometheus_client import CollectorRegistry
 
+from telemetry.trace_metrics import TraceMetrics
 from telemetry.tracing import TraceConfig, Tracer
 
 
@@ -21,7 +23,8 @@ class KeptSpans(SpanExporter):
         return SpanExportResult.SUCCESS
 
     def tracer(self, ratio: float = 1.0) -> Tracer:
-        return Tracer(TraceConfig("http://127.0.0.1:1/v1/traces", ratio), "tandem-test", "test-0", self)
+        config, metrics = TraceConfig("http://127.0.0.1:1/v1/traces", ratio), TraceMetrics(CollectorRegistry())
+        return Tracer(config, "tandem-test", "test-0", metrics, self)
 
     def tree(self, tracer: Tracer) -> list[str]:
         """All spans so far by their start, indented below their parents; with `!` and why where they failed."""

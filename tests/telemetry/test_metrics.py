@@ -7,6 +7,7 @@ from dataclasses import replace
 from prometheus_client import CollectorRegistry, generate_latest
 
 from telemetry.router_metrics import PolicyMetrics, RouterMetrics, RouterState, RouterStateCollector, RoutingMetrics
+from telemetry.trace_metrics import TraceMetrics
 from telemetry.worker_metrics import PushOutcome, WorkerMetrics, WorkerState
 
 ROUTER_FAMILIES = {
@@ -50,6 +51,7 @@ ROUTER_FAMILIES = {
     "vllm:request_time_per_output_token_seconds",
     "vllm:time_to_first_token_seconds",
 }
+TRACE_FAMILIES = {"tandem_trace_spans_lost"}  # of both, where they trace
 WORKER_FAMILIES = {
     "tandem_kv_handoffs_open",
     "tandem_kv_transfer_bytes",
@@ -112,6 +114,12 @@ def test_worker_series_are_public() -> None:
     registry = CollectorRegistry()
     WorkerMetrics(registry, lambda: STATE)
     assert {family.name for family in registry.collect()} == WORKER_FAMILIES
+
+
+def test_trace_series_are_public() -> None:
+    registry = CollectorRegistry()
+    TraceMetrics(registry)
+    assert {family.name for family in registry.collect()} == TRACE_FAMILIES
 
 
 def test_worker_numbers() -> None:
