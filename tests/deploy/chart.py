@@ -26,6 +26,11 @@ EVERYTHING: Final = {
     "monitoring": {name: {"enabled": True} for name in ("serviceMonitor", "podMonitor", "rules", "dashboards")},
     "inferencePool": {"enabled": True, "endpointPicker": {"name": "picker"}},
     "router": {"replicas": 3},
+    "image": {"pullSecrets": [{"name": "pull"}]},
+    "networkPolicy": {
+        "clients": [{"podSelector": {}}],
+        "scrapers": [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}],
+    },
 }
 SCALED: Final = {
     "router": {"autoscaling": {"kind": "hpa"}},

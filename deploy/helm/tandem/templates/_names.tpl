@@ -1,6 +1,9 @@
 {{/* The name of the release's objects, with room for suffixes: a StatefulSet's name may have 52 characters. */}}
 {{- define "tandem.fullname" -}}
 {{- $long := default (printf "%s-%s" .Release.Name (default .Chart.Name .Values.nameOverride)) .Values.fullnameOverride -}}
+{{- if not (regexMatch "^[a-z][-a-z0-9]*$" $long) -}}
+{{- fail (printf "fullnameOverride: %q, of which Services are named, must begin with a letter and have no dot" $long) -}}
+{{- end -}}
 {{- if gt (len $long) 40 -}}
 {{- printf "%s-%s" ($long | trunc 31 | trimSuffix "-") ($long | sha256sum | trunc 8) -}}
 {{- else -}}

@@ -1,7 +1,8 @@
-{{/* What all pods have in common. Takes a dict: root, component, values (of the component). */}}
+{{/* What all pods have in common. Takes a dict: root, component, values (of the component). Without the chart's version:
+     a chart that renders the same pods replaces none. */}}
 {{- define "tandem.podMetadata" -}}
 labels:
-  {{- include "tandem.labels" . | nindent 2 }}
+  {{- include "tandem.selector" . | nindent 2 }}
 annotations:
   checksum/config: {{ include "tandem.config" .root | sha256sum }}
   {{- with .values.podAnnotations }}
@@ -17,10 +18,7 @@ enableServiceLinks: false
 terminationGracePeriodSeconds: {{ include "tandem.graceSeconds" .root }}
 securityContext:
   {{- include "tandem.podSecurity" . | nindent 2 }}
-{{- with .root.Values.image.pullSecrets }}
-imagePullSecrets:
-  {{- toYaml . | nindent 2 }}
-{{- end }}
+{{- include "tandem.pullSecrets" .root }}
 {{- if .values.hostNetwork }}
 hostNetwork: true
 dnsPolicy: ClusterFirstWithHostNet
@@ -53,6 +51,13 @@ initContainers:
 {{- end }}
 volumes:
   {{- include "tandem.volumes" . | nindent 2 }}
+{{- end -}}
+
+{{- define "tandem.pullSecrets" -}}
+{{- with .Values.image.pullSecrets }}
+imagePullSecrets:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
 {{- end -}}
 
 {{- define "tandem.podSecurity" -}}
@@ -182,11 +187,11 @@ env:
 - name: TANDEM_REDIS_URL
   value: {{ $redis.external.url | quote }}
 {{- else if $redis.auth.secretName -}}
-- name: REDIS_PASSWORD
+- name: INDEX_PASSWORD  # KubeRay refuses a head with REDIS_PASSWORD: that is of Ray's tables
   valueFrom:
     secretKeyRef: {name: {{ $redis.auth.secretName }}, key: {{ $redis.auth.secretKey }}}
 - name: TANDEM_REDIS_URL
-  value: redis://:$(REDIS_PASSWORD)@{{ $host }}
+  value: redis://:$(INDEX_PASSWORD)@{{ $host }}
 {{- else -}}
 - name: TANDEM_REDIS_URL
   value: redis://{{ $host }}
