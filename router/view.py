@@ -14,6 +14,7 @@ from core.messages import CacheEvents, PeerConnected
 from router.policy.affinity import place_key
 from router.policy.pace import Pace, Paces
 from router.policy.prefill_queue import PrefillQueue
+from router.policy.topology import ASSUMED_GBPS, nearness, neighbourhood
 from router.policy.transfer import ExposedShares
 from router.prefix_view import PrefixView
 
@@ -28,7 +29,8 @@ class WorkerView:
 
     slot: a small number, nobody else's while it lives. heard_at_s: when it last reported.
     prompt_tokens: left to compute, and kv_tokens: of open requests, whichever router gave them.
-    links: gigabytes/s of the warm KV paths, by the peer's slot; lanes: what each goes over.
+    links: gigabytes/s of the warm KV paths, by the peer's slot, assumed where no probe measured them; lanes: what each
+    goes over.
     """
 
     info: WorkerInfo
@@ -51,19 +53,22 @@ class WorkerView:
     capacity_tokens: int = field(init=False)
     most_tokens: float = field(init=False)  # of a request that its pool could hold alone
     place_key: int = field(init=False)
+    neighbourhood: str = field(init=False)
 
     def __post_init__(self) -> None:
         self.capacity_tokens = self.info.num_blocks * self.info.block_size
         self.most_tokens = math.inf if self.info.max_context_tokens <= self.capacity_tokens else self.capacity_tokens
         self.place_key = place_key(self.ref.worker_id)
+        self.neighbourhood = neighbourhood(self.info)
 
     @property
     def ref(self) -> WorkerRef:
         return self.info.ref
 
-    def link(self, slot: int, path: PeerConnected) -> None:
-        self.links[slot], self.lanes[slot] = path.probe_gbps, path.lane
-        self.linked |= 1 << slot
+    def link(self, peer: WorkerView, path: PeerConnected) -> None:
+        gbps = path.probe_gbps if path.probe_gbps > 0.0 else ASSUMED_GBPS[nearness(self.info, peer.info)]
+        self.links[peer.slot], self.lanes[peer.slot] = gbps, path.lane
+        self.linked |= 1 << peer.slot
 
     def unlink(self, slot: int) -> None:
         self.links.pop(slot, None)
@@ -83,6 +88,7 @@ class _Ready:
     workers: dict[Role, list[WorkerView]]
     slots: dict[Role, int]
     paired_decodes: list[WorkerView]
+    prefills_near: dict[str, list[WorkerView]]  # by neighbourhood
 
 
 class ClusterView:
@@ -191,8 +197,8 @@ class ClusterView:
             return
         worker.peers[link.peer] = link
         if ref in peer.peers:  # both can push to and notify each other
-            worker.link(peer.slot, link)
-            peer.link(worker.slot, peer.peers[ref])
+            worker.link(peer, link)
+            peer.link(worker, peer.peers[ref])
             self._ready = None
 
     def assign(self, ref: WorkerRef, num_tokens: int) -> None:
@@ -244,8 +250,9 @@ class ClusterView:
     ) -> None:
         """A hand-off from `prefill` to `decode` has ended; exposed_s: what its request waited for it."""
         source, target = self._workers.get(prefill), self._workers.get(decode)
-        if source is not None and target is not None and (gbps := target.links.get(source.slot)):
-            self.exposed.learn(target.lanes[source.slot], kv_bytes / 1e9 / gbps, exposed_s, now)
+        if source is not None and target is not None and source.slot in target.links:
+            taken_s = kv_bytes / 1e9 / target.links[source.slot]
+            self.exposed.learn(target.lanes[source.slot], taken_s, exposed_s, now)
 
     def workers(self, role: Role | None = None) -> list[WorkerView]:
         """In the order in which they registered."""
@@ -263,13 +270,20 @@ class ClusterView:
         """Those with a warm path to and from a ready prefill worker."""
         return self._listed().paired_decodes
 
+    def ready_prefills_near(self, neighbourhood: str) -> list[WorkerView]:
+        """In the order in which they registered."""
+        return self._listed().prefills_near.get(neighbourhood, [])
+
     def _listed(self) -> _Ready:
         if self._ready is None:
             ready = [worker for worker in self._workers.values() if worker.life is Life.READY]
             workers = {role: [worker for worker in ready if worker.info.role is role] for role in Role}
             slots = {role: sum(1 << worker.slot for worker in workers[role]) for role in Role}
             paired = [worker for worker in workers[Role.DECODE] if worker.linked & slots[Role.PREFILL]]
-            self._ready = _Ready(workers, slots, paired)
+            near: dict[str, list[WorkerView]] = {}
+            for worker in workers[Role.PREFILL]:
+                near.setdefault(worker.neighbourhood, []).append(worker)
+            self._ready = _Ready(workers, slots, paired, near)
         return self._ready
 
     def has_ready(self, role: Role) -> bool:

@@ -1,13 +1,14 @@
 """Which workers are looked at for a request: those that are usable, and of many the few that can be the best choice.
 
 With a thousand workers not every pair can be weighed. A good one is among the least loaded, those that cache the
-longest runs of the prompt, and the session's own: nobody else is best in any term of the cost.
+longest runs of the prompt, the session's own, and of prefill workers the least loaded near each decode worker: nobody
+else is best in any term of the cost.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from itertools import islice
 from operator import attrgetter
@@ -72,12 +73,12 @@ class Search:
         workers = self.view.ready_workers(Role.PREFILL)
         if self.view.ready_slots(Role.PREFILL) & ~linked:
             workers = [worker for worker in workers if linked >> worker.slot & 1]
-        return self._candidates(workers, _prompt_tokens)
+        return self._candidates(workers, _prompt_tokens, decodes)
 
     def _fitting(self, workers: list[WorkerView]) -> list[WorkerView]:
         return [worker for worker in workers if worker.most_tokens >= self.most_tokens]
 
-    def _candidates(self, workers: list[WorkerView], work: Work) -> list[Candidate]:
+    def _candidates(self, workers: list[WorkerView], work: Work, partners: Sequence[Candidate] = ()) -> list[Candidate]:
         if self.avoided:  # but a place that fails is better than none
             workers = [worker for worker in workers if worker.ref.worker_id not in self.avoided] or workers
         heard_s = self.now - self.policy.stale_after_s
@@ -88,7 +89,7 @@ class Search:
         own = None
         if self.session is not None:
             own = fresh[own_place(self.session, [worker.place_key for worker in fresh])]
-        chosen = fresh if len(fresh) <= 2 * WIDTH else self._narrowed(fresh, work, own)
+        chosen = fresh if len(fresh) <= 2 * WIDTH else self._narrowed(fresh, work, own, partners)
         most = self.policy.imbalance * (min(map(work, chosen)) + self.num_tokens)
         return [
             Candidate(
@@ -104,15 +105,24 @@ class Search:
         pace, usual = self.view.pace(worker, self.now), self.view.paces.usual
         return pace / usual if pace and usual else 1.0
 
-    def _narrowed(self, fresh: list[WorkerView], work: Work, own: WorkerView | None) -> list[WorkerView]:
-        by_work = sorted(fresh, key=work)
+    def _narrowed(
+        self, fresh: list[WorkerView], work: Work, own: WorkerView | None, partners: Sequence[Candidate]
+    ) -> list[WorkerView]:
+        by_work, usable = sorted(fresh, key=work), set(fresh)
         chosen = dict.fromkeys(by_work[:WIDTH])
-        chosen |= dict.fromkeys(self._holders(by_work, work))
+        chosen |= dict.fromkeys(self._holders(by_work, usable, work))
+        chosen |= dict.fromkeys(self._near(partners, usable, work))
         return list(chosen if own is None else {**chosen, own: None})
 
-    def _holders(self, by_work: list[WorkerView], work: Work) -> list[WorkerView]:
+    def _near(self, partners: Sequence[Candidate], usable: Set[WorkerView], work: Work) -> Iterator[WorkerView]:
+        """The least loaded near each of the first few of `partners`."""
+        for place in dict.fromkeys(partner.worker.neighbourhood for partner in partners[:WIDTH]):
+            near = [worker for worker in self.view.ready_prefills_near(place) if worker in usable] if place else []
+            if near:
+                yield min(near, key=work)
+
+    def _holders(self, by_work: list[WorkerView], usable: Set[WorkerView], work: Work) -> list[WorkerView]:
         """Those that cache the longest runs; of equals the least loaded."""
-        usable = set(by_work)
         found: dict[WorkerView, None] = {}
         for run in reversed(self.runs[-WIDTH:]):
             if run.holders.bit_count() > FEW:

@@ -14,6 +14,7 @@ from typing import Final
 from core.membership import WorkerRef
 from router.policy.candidates import Candidate
 from router.policy.routing_policy import RoutingPolicy
+from router.policy.topology import Nearness, nearness
 from router.policy.transfer import FIRST_SHARE
 
 HOMELESS_COST: Final = 10.0  # of a token for which the decode worker's KV pool has no room now
@@ -25,8 +26,8 @@ class Score:
     """One way to serve the request. `prefill` None: the decode worker computes the prompt.
 
     work: prompts to compute there before this one. uncached: what that worker has to compute of this one, or get from
-    a peer. transfer: KV that has to move to the decode worker. occupancy: of the decode worker's KV pool by open
-    requests. affinity: of the request's session to these workers.
+    a peer. transfer: KV that has to move to the decode worker; path: how near that is, None where nothing moves.
+    occupancy: of the decode worker's KV pool by open requests. affinity: of the request's session to these workers.
     Of the prompt's tokens, not weighed: hit_tokens are cached where it is computed, fetched_tokens at a peer, the
     others are computed.
     """
@@ -36,6 +37,7 @@ class Score:
     work: float
     uncached: float
     transfer: float
+    path: Nearness | None
     occupancy: float
     affinity: float
     hit_tokens: int
@@ -46,7 +48,8 @@ class Score:
         where = self.decode.worker_id if self.prefill is None else f"{self.prefill.worker_id}>{self.decode.worker_id}"
         return (
             f"{where} {self.total:.0f} = work {self.work:.0f} + uncached {self.uncached:.0f}"
-            f" + transfer {self.transfer:.0f} + occupancy {self.occupancy:.0f} - affinity {self.affinity:.0f}"
+            f" + transfer {self.transfer:.0f}{'' if self.path is None else f' ({self.path})'}"
+            f" + occupancy {self.occupancy:.0f} - affinity {self.affinity:.0f}"
         )
 
     @property
@@ -82,7 +85,7 @@ class CostModel:
         return self._score(decode, None, work, uncached)
 
     def cheapest_remote(self, decodes: Sequence[Candidate], prefills: Sequence[Candidate]) -> Score | None:
-        """Over all pairs with a warm path; the first among equals."""
+        """Over all pairs with a warm path; among equals the nearest, then the first."""
         alone = [(prefill, prefill.worker.slot, self._remote(prefill)) for prefill in prefills]
         best_cost, best, exposed = math.inf, None, self.exposed
         for decode in decodes:
@@ -96,9 +99,11 @@ class CostModel:
                 gbps = links.get(slot)
                 if gbps is None:
                     continue
-                transfer = moved * exposed.get(lanes[slot], FIRST_SHARE) / gbps if gbps else 0.0
+                transfer = moved * exposed.get(lanes[slot], FIRST_SHARE) / gbps
                 total = cost + rest + transfer
-                if total < best_cost:
+                if total < best_cost or (
+                    total == best_cost and best is not None and _path(decode, prefill) > _path(*best[:2])
+                ):
                     best_cost, best = total, (decode, prefill, transfer)
         if best is None:
             return None
@@ -123,6 +128,7 @@ class CostModel:
             work=work,
             uncached=uncached,
             transfer=transfer,
+            path=None if prefill is None else _path(decode, prefill),
             occupancy=self._occupancy(decode),
             affinity=decode.affinity_tokens + (0.0 if prefill is None else prefill.affinity_tokens),
             hit_tokens=hit_tokens,
@@ -171,3 +177,7 @@ class CostModel:
         hit_tokens = decode.hit_blocks * self.block_size
         homeless = worker.kv_tokens + self.num_tokens - hit_tokens - worker.capacity_tokens
         return worker.kv_tokens * self.policy.kv_token_cost + max(0, homeless) * HOMELESS_COST
+
+
+def _path(decode: Candidate, prefill: Candidate) -> Nearness:
+    return nearness(decode.worker.info, prefill.worker.info)
