@@ -35,9 +35,23 @@ def new_folder(target: Path) -> Iterator[Path]:
 
 
 def write_tensors(folder: Path, tensors: dict[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
-    """Write all tensors into one file."""
-    save_file(tensors, folder / SINGLE_FILE, metadata={"format": "pt", **metadata})
-    (folder / SINGLE_FILE).chmod(0o644)  # safetensors writes 0600; the other files are readable by all
+    """Write all tensors into one file, the same to the byte wherever it is written: workers pair by its digest."""
+    file = folder / SINGLE_FILE
+    save_file(tensors, file, metadata={"format": "pt", **metadata})
+    _sort_metadata(file)
+    file.chmod(0o644)  # safetensors writes 0600; the other files are readable by all
+
+
+def _sort_metadata(file: Path) -> None:
+    """safetensors leaves their order to chance."""
+    with file.open("r+b") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        header = json.loads(stream.read(length))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        assert len(text) <= length, "the header has grown"
+        stream.seek(8)
+        stream.write(text.ljust(length))
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -57,3 +58,13 @@ def test_refusals(blocks: Path, tmp_path: Path) -> None:
     with pytest.raises(BadModel, match="model\\.safetensors"):
         export_floats(blocks, tmp_path / "floats", "float32", _silent)
     assert not (tmp_path / "floats").exists()
+
+
+def test_folders_made_apart_are_the_same_to_the_byte(blocks: Path, tmp_path: Path) -> None:
+    """Workers whose weights differ by a byte do not pair, and each host may make its folder for itself."""
+    again = import_gguf(tmp_path / "model.gguf", tmp_path / "again", _silent)
+    files = sorted(path.name for path in blocks.iterdir())
+    assert files == sorted(path.name for path in again.iterdir())
+    assert [name for name in files if (blocks / name).read_bytes() != (again / name).read_bytes()] == []
+    with safe_open(again / "model.safetensors", "pt") as file:
+        assert len(file.metadata()) > 8  # in how many orders they could have been
