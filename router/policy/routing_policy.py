@@ -15,10 +15,10 @@ class HedgePolicy(Strict):
     """A second attempt, on other workers, for a request whose first token does not come (router/hedging.py).
 
     after_s: since its workers were chosen. times_predicted: nor before so many times what these were expected to take.
-    max_share: most hedges, as a share of requests.
+    max_share: most hedges, as a share of requests. What these cost and bring: docs/adr/0026-hedged-first-tokens.md.
     """
 
-    after_s: Annotated[float, Field(gt=0, le=3600)]
+    after_s: Annotated[float, Field(gt=0, le=3600)] = 2.0
     times_predicted: Annotated[float, Field(ge=1, le=1000)] = 4.0
     max_share: Annotated[float, Field(gt=0, le=1)] = 0.05
 
