@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
@@ -24,7 +26,7 @@ from telemetry.router_metrics import PolicyMetrics
 logger = logging.getLogger(__name__)
 
 POLICY: Final = "policy"  # what a complaint about the whole file names
-MAX_FILE_BYTES: Final = 4 << 20
+MAX_FILE_BYTES: Final = 1 << 20  # as much as a ConfigMap holds
 
 
 class Policy(Strict):
@@ -36,7 +38,7 @@ class Policy(Strict):
 
 class _OnceLoader(yaml.SafeLoader):
     """YAML in which a key that stands twice is an error, as of two rules for one tenant neither may be lost; and so is
-    an alias, with which a short file becomes one that takes minutes to check."""
+    an alias, with which a short file becomes one that takes minutes to check; and a merge (<<), which hides a key."""
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
@@ -46,6 +48,8 @@ class _OnceLoader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
         for key, _value in node.value:
+            if key.tag == "tag:yaml.org,2002:merge":
+                raise yaml.constructor.ConstructorError(None, None, "merges (<<) are not taken", key.start_mark)
             if isinstance(key, yaml.ScalarNode) and key.value in seen:
                 raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} stands twice", key.start_mark)
             seen.add(str(key.value))
@@ -112,10 +116,17 @@ def _contents_or_complaint(file: Path) -> str | BadRequest:
 
 def _contents(file: Path) -> str:
     try:
-        with file.open("rb") as handle:
+        with open(file, "rb", opener=_open_at_once) as handle:
+            if not stat.S_ISREG(os.fstat(handle.fileno()).st_mode):  # what is read once only cannot be compared
+                raise BadRequest(POLICY, f"{file} is no regular file")
             raw = handle.read(MAX_FILE_BYTES + 1)
         if len(raw) > MAX_FILE_BYTES:
             raise BadRequest(POLICY, f"{file} is longer than {MAX_FILE_BYTES} bytes")
         return raw.decode()
     except (OSError, UnicodeDecodeError) as error:
         raise BadRequest(POLICY, f"{file} cannot be read: {error}") from error
+
+
+def _open_at_once(file: str, flags: int) -> int:
+    """A pipe would be waited for without a bound."""
+    return os.open(file, flags | os.O_NONBLOCK)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
@@ -16,6 +17,7 @@ AUTHORIZATION: Final = "authorization"  # an HTTP header, and a key of gRPC meta
 SLO_TTFT: Final = "x-slo-ttft-ms"
 TRACEPARENT: Final = "traceparent"
 MAX_SLO_TTFT_MS: Final = 86_400_000.0
+_DECIMAL: Final = re.compile(r"[0-9]{1,16}(\.[0-9]{1,16})?")  # float() also reads 1_0, nan, and digits of all scripts
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +81,7 @@ def degraded(request: GenerateRequest, policy: AdmissionPolicy) -> GenerateReque
 def _seconds(slo_ttft_ms: str | None) -> float | None:
     if slo_ttft_ms is None:
         return None
-    try:
-        value_ms = float(slo_ttft_ms)
-    except ValueError:
-        value_ms = math.nan
+    value_ms = float(slo_ttft_ms) if _DECIMAL.fullmatch(slo_ttft_ms.strip()) else math.nan
     if not 0 < value_ms <= MAX_SLO_TTFT_MS:
         raise BadRequest(SLO_TTFT, f"must be milliseconds in (0, {MAX_SLO_TTFT_MS:g}], got {slo_ttft_ms[:32]!r}")
     return value_ms / 1000

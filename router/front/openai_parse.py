@@ -28,7 +28,7 @@ def parse_body(raw: bytes, kind: type[BodyType]) -> BodyType:
 
 def _decode(raw: bytes) -> dict[str, Any]:
     try:
-        value = json.loads(raw.decode("utf-8"))
+        value = json.loads(raw.decode("utf-8"), object_pairs_hook=_once_each)
     except UnicodeDecodeError as error:
         raise BadRequest(BODY, f"is not UTF-8 at byte {error.start}") from error
     except json.JSONDecodeError as error:
@@ -38,3 +38,13 @@ def _decode(raw: bytes) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise BadRequest(BODY, "must be a JSON object")
     return value
+
+
+def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Of a field that stands twice a proxy may have looked at the other one."""
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        names = [name for name, _value in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise BadRequest(twice or BODY, "stands twice in one object")
+    return fields

@@ -41,7 +41,7 @@ class Pace:
         self._at_s = now
 
     def _freshness(self, now: float) -> float:
-        return math.exp((self._at_s - now) / MEMORY_S)
+        return math.exp(min(0.0, self._at_s - now) / MEMORY_S)
 
 
 class Paces:

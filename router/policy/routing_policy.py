@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Final
 
 from pydantic import Field
 
 from router.strict import Strict
 
 Weight = Annotated[float, Field(ge=0, le=1000)]
+MOST: Final = 1e9  # bounded, so that no sum of costs overflows: infinities that meet make a choice by accident
 
 
 class HedgePolicy(Strict):
@@ -35,11 +36,11 @@ class RoutingPolicy(Strict):
     that last reported longer ago is used only when all did. hedge: None: no request has two attempts at a time.
     """
 
-    local_prefill_cost: Annotated[float, Field(ge=1)] | None = None
+    local_prefill_cost: Annotated[float, Field(ge=1, le=MOST)] | None = None
     overlap_weight: Annotated[float, Field(ge=0, le=1)] = 1.0
     kv_token_cost: Weight = 0.2
     transfer_weight: Weight = 1.0
-    imbalance: Annotated[float, Field(ge=1)] = 4.0
-    affinity_tokens: Annotated[float, Field(ge=0)] = 64.0
+    imbalance: Annotated[float, Field(ge=1, le=MOST)] = 4.0
+    affinity_tokens: Annotated[float, Field(ge=0, le=MOST)] = 64.0
     stale_after_s: Annotated[float, Field(gt=0, le=60)] = 3.0
     hedge: HedgePolicy | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -12,7 +13,7 @@ from core.messages import CacheEvents, PeerConnected
 from core.request import GenerateRequest, Placement, SamplingParams, StopConditions
 from router.policy import candidates
 from router.policy.choose import Ask, Plan, PlanReason, choose
-from router.policy.routing_policy import RoutingPolicy
+from router.policy.routing_policy import MOST, RoutingPolicy
 from router.policy.transfer import FIRST_SHARE
 from router.view import ClusterView
 
@@ -191,6 +192,18 @@ def test_prompts_that_queue_are_shared_and_the_reason_says_so() -> None:
     cluster.load("p0", 2 * NUM_TOKENS)
     assert (cluster.chosen(), cluster.plan().reason) == ("d0", PlanReason.PREFILL_POOL_BUSY)
     assert cluster.chosen(local_prefill_cost=4.0) == "p0>d0"
+
+
+def test_the_largest_costs_that_a_policy_may_name_still_choose_as_they_should() -> None:
+    """Larger ones overflow: 0 tokens of work at infinite cost are no number, and no number is less than another."""
+    cluster = Cluster("p0", "d0")
+    cluster.pace("d0", 1.0)
+    for _ in range(50):
+        cluster.pace("p0", 1e-6)
+    largest = {"local_prefill_cost": MOST, "imbalance": MOST, "affinity_tokens": MOST}
+    assert cluster.chosen(**largest) == "p0>d0"
+    for score in cluster.plan(**largest, session="s").scores:
+        assert math.isfinite(score.total)
 
 
 def test_without_a_path_the_decode_worker_computes_and_remote_waits() -> None:

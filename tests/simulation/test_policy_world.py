@@ -11,7 +11,7 @@ import pytest
 
 from core.request import GenerateRequest, Placement
 from router.admission.policy import AdmissionPolicy, BandPolicy, QueuePolicy, TenantPolicy
-from router.policy.routing_policy import HedgePolicy, RoutingPolicy
+from router.policy.routing_policy import MOST, HedgePolicy, RoutingPolicy
 from tests.simulation.cluster_world import Faults, World
 from tests.simulation.world_client import Client
 from tests.simulation.world_router import Router
@@ -58,12 +58,12 @@ class PolicyWorld(World):
     def _routing(self) -> RoutingPolicy:
         choose = self.rng.choice
         return RoutingPolicy(
-            local_prefill_cost=choose([None, 1.0, 1e300]),
+            local_prefill_cost=choose([None, 1.0, MOST]),
             overlap_weight=choose([0.0, 1.0]),
             kv_token_cost=choose([0.0, 1000.0]),
             transfer_weight=choose([0.0, 1000.0]),
-            imbalance=choose([1.0, 1e300]),
-            affinity_tokens=choose([0.0, 1e300]),
+            imbalance=choose([1.0, MOST]),
+            affinity_tokens=choose([0.0, MOST]),
             stale_after_s=choose([0.01, 60.0]),
             hedge=choose([None, HedgePolicy(after_s=choose([0.01, 1.0]), times_predicted=1.0, max_share=1.0)]),
         )
