@@ -35,7 +35,8 @@ from typing import Any, Final
 from bench.engine_kernels import DECODE_BATCHES, DECODE_CONTEXT, PREFILL_TOKENS, Floors
 from bench.engines.driver import STREAM_MAX_TOKENS, Settings
 from bench.processes import process_tree, status_bytes
-from cluster.folders import cache_folder, default_model_folder
+from cluster.folders import default_model_folder
+from engine.cache_folder import cache_folder
 from engine.dtypes import DTYPES
 from engine.export import export_floats
 from engine.gguf_import import import_default_model

@@ -18,10 +18,11 @@ from typing import Final
 
 from cluster import processes
 from cluster.processes import Process
-from cluster.ray_runtime import ActorError, ActorLost, RayRuntime
+from cluster.ray_runtime import ActorFailed, RayRuntime
 from cluster.routers import look_up
 from cluster.status_client import RouterUnreachable, fetch_status
 from core.membership import WorkerRef
+from kv_transfer.membership_codec import decode_ref
 
 KILL_TIMEOUT_S: Final = 2.0
 ASK_TIMEOUT_S: Final = 10.0
@@ -58,7 +59,7 @@ class HostBurial:
             try:
                 await self._ray.run_on(location.host, _end_there, location.process, timeout_s=ASK_TIMEOUT_S)
                 return
-            except (ActorLost, ActorError, TimeoutError):
+            except (ActorFailed, TimeoutError):
                 if not await self._ray.is_alive(location.host):
                     break
             await asyncio.sleep(ASK_EVERY_S)
@@ -78,8 +79,7 @@ class HostBurial:
             statuses = [await fetch_status(address) for address in addresses]
         except (RouterUnreachable, OSError, TimeoutError):
             return True
-        known = [item.worker.ref for status in statuses for item in status.workers]
-        return any(WorkerRef(it.worker_id, it.incarnation) == ref for it in known)
+        return any(decode_ref(item.worker.ref) == ref for status in statuses for item in status.workers)
 
 
 def _end_there(process: Process) -> None:

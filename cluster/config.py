@@ -79,7 +79,7 @@ class ClusterConfig:
     prefill_delay_steps: int = 0
     """Most engine steps that a prompt waits for others to be computed with, beside decodes."""
     max_decode_slowdown: float = 1000.0
-    """How many times longer than its decodes alone an engine step may take for the prompts that share it; inf: any."""
+    """How many times longer than its decodes alone an engine step may take for the prompts that share it; 1000: any."""
     unpack_weights: bool = False
     """Hold quantised weights as floats: the same tokens, three times the memory, faster for batches of 4 and more."""
     redis_url: str | None = None

@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
 from typing import Final, assert_never
 
 from cluster.burial import Bury, Location
@@ -32,15 +31,14 @@ from cluster.fleet import (
     WorkerDied,
     WorkerStarted,
 )
-from cluster.ray_runtime import Actor, ActorError, ActorLost
+from cluster.ray_runtime import Actor, ActorFailed
 from cluster.worker_config import WorkerConfig
 from core.membership import Life, Role, WorkerInfo, WorkerRef
 
 PING_EVERY_S: Final = 2.0
 STOP_TIMEOUT_S: Final = 5.0  # for closing servers, once drained
 
-ActorFailures: Final = (ActorLost, ActorError, TimeoutError)
-
+ActorFailures: Final = (ActorFailed, TimeoutError)
 
 Spawn = Callable[[StartWorker], tuple[Actor, WorkerConfig]]  # a new process for this life, and what to tell it
 Listener = Callable[[Event], None]
@@ -70,7 +68,6 @@ class Controller:
         self._locations: dict[WorkerRef, Location] = {}
         self._lives = asyncio.TaskGroup()
         self._emptied = asyncio.Event()
-        self.workers: dict[str, WorkerInfo] = {}  # READY ones, by worker id
 
     @property
     def lives(self) -> dict[str, Life]:
@@ -86,7 +83,6 @@ class Controller:
         adopted = self._fleet.adopt(info.ref, info.role, time.monotonic())
         if adopted:
             self._actors[info.ref], self._locations[info.ref] = actor, location
-            self.workers[info.ref.worker_id] = info
         return adopted
 
     async def run(self) -> None:
@@ -97,7 +93,6 @@ class Controller:
                 self._lives.create_task(self._watch(ref, actor))
             while True:
                 event = await self._inbox.get()
-                self._note(event)
                 for effect in self._fleet.step(event, time.monotonic()):
                     self._perform(effect)
                 if not self._actors:
@@ -131,9 +126,6 @@ class Controller:
         self._fleet.drained(ref, to, done=not left)
         if left:
             return RefusalReason.NOT_DRAINED, f"{ref.worker_id}: {left}"
-        info = self.workers.get(ref.worker_id)
-        if to is not None and info is not None and info.ref == ref:
-            self.workers[ref.worker_id] = replace(info, role=to)
         return None, ""
 
     async def stop(self) -> None:
@@ -146,17 +138,6 @@ class Controller:
         except TimeoutError:
             for actor in self._actors.values():
                 actor.kill()
-
-    def _note(self, event: Event) -> None:
-        match event:
-            case WorkerDied(ref) | StartFailed(ref):
-                info = self.workers.get(ref.worker_id)
-                if info is not None and info.ref == ref:
-                    del self.workers[ref.worker_id]
-            case WorkerStarted() | Wake() | StopAsked():
-                pass
-            case _:
-                assert_never(event)
 
     def _perform(self, effect: Effect) -> None:
         match effect:
@@ -182,11 +163,10 @@ class Controller:
         """One life of one worker, from its process's birth to its end."""
         try:
             self._locations[ref] = await actor.call("locate", timeout_s=self._config.start_timeout_s)
-            info: WorkerInfo = await actor.call("start", config, timeout_s=self._config.start_timeout_s)
+            await actor.call("start", config, timeout_s=self._config.start_timeout_s)
         except ActorFailures as error:
             self._inbox.put_nowait(StartFailed(ref, _text(error)))
             return
-        self.workers[ref.worker_id] = info
         self._inbox.put_nowait(WorkerStarted(ref))
         await self._watch(ref, actor)
 

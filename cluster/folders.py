@@ -1,4 +1,4 @@
-"""Where Tandem keeps things: TANDEM_CACHE, or ~/.cache/tandem."""
+"""Where Tandem keeps models and what runs write, in its cache."""
 
 from __future__ import annotations
 
@@ -12,14 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from engine.cache_folder import cache_folder
+
 DEFAULT_MODEL: Final = "SmolLM2-135M-Instruct"
 RUNS_KEPT: Final = 10
 MAX_TEMP_ROOT_CHARS: Final = 24  # Ray adds about 75 to it for a unix socket, whose path may have 107
-
-
-def cache_folder() -> Path:
-    """The root of everything that can be made again."""
-    return Path(os.environ.get("TANDEM_CACHE") or "~/.cache/tandem").expanduser().absolute()
 
 
 def models_folder() -> Path:

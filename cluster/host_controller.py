@@ -31,7 +31,7 @@ from cluster.ray_runtime import STOP_TIMEOUT_S, Actor, RayRuntime
 from cluster.worker_config import WorkerConfig
 from core.errors import BadRequest
 from core.identity import SCHEMA_REVISION
-from core.membership import Role, WorkerInfo, WorkerRef
+from core.membership import Role, WorkerRef
 
 RESOURCES: Final = {Role.PREFILL: "tandem_prefill", Role.DECODE: "tandem_decode"}
 LOCATE_TIMEOUT_S: Final = 10.0
@@ -54,11 +54,6 @@ class HostController:
         self._dead: deque[WorkerRef] = deque()
         self._keeping = False
         self._stopping = False
-
-    @property
-    def workers(self) -> dict[str, WorkerInfo]:
-        """READY ones, by worker id."""
-        return self._controller.workers
 
     async def run(self, stop: asyncio.Event) -> None:
         """Everything, until `stop` is set. Raises: BadRequest, RayFailed, or the error that ended the controller."""

@@ -50,12 +50,8 @@ class RayFailed(TandemError):
     """Ray did not start, or not in time."""
 
 
-class ActorLost(TandemError):
-    """The actor's process is gone, or cannot be started."""
-
-
-class ActorError(TandemError):
-    """A method of the actor raised; the actor itself lives, its log has the traceback."""
+class ActorFailed(TandemError):
+    """The actor's process is gone or cannot be started, or a method of it raised: its log has the traceback."""
 
 
 def this_host() -> str:
@@ -87,7 +83,7 @@ def _note(name: str, note: bytes) -> None:
 
 
 class Actor:
-    """Handle of one actor process. Every call may raise ActorLost, ActorError or TimeoutError."""
+    """Handle of one actor process. Every call may raise ActorFailed or TimeoutError."""
 
     def __init__(self, handle: Any) -> None:
         self._handle = handle
@@ -265,8 +261,8 @@ async def _result(call: Callable[[], Any], timeout_s: float | None) -> Any:
         async with asyncio.timeout(timeout_s):
             return await asyncio.wrap_future(call().future())
     except RayActorError as error:
-        raise ActorLost(str(error).partition("\n")[0]) from None
+        raise ActorFailed(str(error).partition("\n")[0]) from None
     except RayTaskError as error:
-        raise ActorError(str(error.cause)) from None
+        raise ActorFailed(str(error.cause)) from None
     except RayError as error:
-        raise ActorLost(f"{type(error).__name__}: {error}") from None
+        raise ActorFailed(f"{type(error).__name__}: {error}") from None

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import signal
 import sys
 from pathlib import Path
 from typing import Final
@@ -17,32 +15,18 @@ from cluster.launcher import Launcher
 from cluster.progress import Progress
 from cluster.self_check import check_parity, check_request
 from cluster.status_client import fetch_status
-from cluster.supervisor import SIGNALS
+from cluster.supervisor import run_until_signal
 
 PROMPT: Final = "The capital of France is"
 
 
-def run_until_signal(
+def serve(
     config: ClusterConfig, folders: RunFolders, progress: Progress, self_check: bool, hosts: HostPaths | None = None
 ) -> None:
     """Serve until the first SIGINT, SIGTERM or SIGHUP; more of them change nothing.
 
     Raises: TandemError: it did not come up, or the self check failed.
     """
-    try:
-        asyncio.run(_serve(config, folders, progress, self_check, hosts))
-    finally:
-        # Everything is down: another Ctrl-C has nothing to break but the interpreter's own end.
-        for number in SIGNALS:
-            signal.signal(number, signal.SIG_IGN)
-
-
-async def _serve(
-    config: ClusterConfig, folders: RunFolders, progress: Progress, self_check: bool, hosts: HostPaths | None
-) -> None:
-    stop = asyncio.Event()
-    for number in SIGNALS:
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
 
     async def after_start() -> None:
         if self_check:
@@ -50,7 +34,7 @@ async def _serve(
         progress.plain(await _addresses(config))
         progress.say("serving; Ctrl-C stops")
 
-    await Launcher(config, folders, progress, hosts).run(stop, after_start)
+    run_until_signal(lambda stop: Launcher(config, folders, progress, hosts).run(stop, after_start))
 
 
 async def _check(config: ClusterConfig, progress: Progress) -> None:

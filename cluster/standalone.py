@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
-from collections.abc import Awaitable, Callable
 
 from cluster.actors import ROUTER_ENVIRONMENT
 from cluster.config import ClusterConfig, router_config
 from cluster.host_controller import HostController
 from cluster.progress import Progress
-from cluster.supervisor import SIGNALS
+from cluster.supervisor import run_until_signal
 from router.main import RouterProcess
 from telemetry.logs import setup_logs
 
@@ -37,26 +35,10 @@ def serve_router(config: ClusterConfig) -> None:
             await router.stop()
         progress.say("stopped")
 
-    _until_signal(serve)
+    run_until_signal(serve)
 
 
 def serve_controller(config: ClusterConfig) -> None:
     """Raises: TandemError: Ray cannot be joined, or an error that no worker explains."""
     setup_logs("controller")
-    _until_signal(HostController(config, Progress()).run)
-
-
-def _until_signal(work: Callable[[asyncio.Event], Awaitable[None]]) -> None:
-    """Run `work`, whose event is set by the first signal; more of them change nothing."""
-
-    async def run() -> None:
-        stop = asyncio.Event()
-        for number in SIGNALS:
-            asyncio.get_running_loop().add_signal_handler(number, stop.set)
-        await work(stop)
-
-    try:
-        asyncio.run(run())
-    finally:
-        for number in SIGNALS:
-            signal.signal(number, signal.SIG_IGN)
+    run_until_signal(HostController(config, Progress()).run)

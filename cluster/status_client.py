@@ -13,6 +13,7 @@ from cluster.config import ClusterConfig
 from cluster.routers import look_up
 from core.errors import TandemError
 from core.membership import Life, Role, WorkerRef
+from kv_transfer.membership_codec import encode_ref
 
 TIMEOUT_S: Final = 5.0
 
@@ -28,7 +29,7 @@ async def fetch_status(address: str) -> Any:
             stub = worker_pb2_grpc.RouterServiceStub(channel)
             return await stub.GetStatus(worker_pb2.GetStatusRequest(), timeout=TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
-            raise RouterUnreachable(f"router at {address}: {error.code().name}: {error.details()}") from None
+            raise _unreachable(address, error) from None
 
 
 async def fetch_all(names: Sequence[str]) -> dict[str, Any]:
@@ -54,14 +55,16 @@ async def fetch_all(names: Sequence[str]) -> dict[str, Any]:
 
 async def report_death(address: str, ref: WorkerRef) -> None:
     """Say that the process of this life has ended. Raises: RouterUnreachable: it was not heard."""
-    request = worker_pb2.ReportDeathRequest(
-        worker=worker_pb2.WorkerRef(worker_id=ref.worker_id, incarnation=ref.incarnation)
-    )
+    request = worker_pb2.ReportDeathRequest(worker=encode_ref(ref))
     async with open_channel(address) as channel:
         try:
             await worker_pb2_grpc.RouterServiceStub(channel).ReportDeath(request, timeout=TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
-            raise RouterUnreachable(f"router at {address}: {error.code().name}: {error.details()}") from None
+            raise _unreachable(address, error) from None
+
+
+def _unreachable(address: str, error: grpc.aio.AioRpcError) -> RouterUnreachable:
+    return RouterUnreachable(f"router at {address}: {error.code().name}: {error.details()}")
 
 
 def missing(status: Any, config: ClusterConfig) -> str:

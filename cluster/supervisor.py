@@ -13,7 +13,7 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from types import FrameType
 from typing import Final
 
@@ -50,6 +50,23 @@ def supervise(work: Callable[[], int]) -> int:
     asyncio.run(_kill_left())
     code = os.waitstatus_to_exitcode(status)
     return code if code >= 0 else 128 - code
+
+
+def run_until_signal(work: Callable[[asyncio.Event], Awaitable[None]]) -> None:
+    """Run `work`, whose event is set by the first of SIGNALS; more of them change nothing."""
+
+    async def run() -> None:
+        stop = asyncio.Event()
+        for number in SIGNALS:
+            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        await work(stop)
+
+    try:
+        asyncio.run(run())
+    finally:
+        # Everything is down: another Ctrl-C has nothing to break but the interpreter's own end.
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
 
 
 async def _kill_left() -> None:

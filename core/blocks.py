@@ -1,8 +1,11 @@
-"""Block arithmetic that the pool, the hand-off and the router share."""
+"""Block arithmetic."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
+
+MIN_FETCHED_BLOCKS: Final = 4  # of a prefix: of fewer, a prefill worker computes the tokens itself
 
 
 def num_blocks_for(num_tokens: int, block_size: int) -> int:

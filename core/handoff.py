@@ -1,4 +1,4 @@
-"""The life of one KV hand-off as a table that both sides obey (DESIGN section 4).
+"""The life of one KV hand-off as a table that both sides obey.
 
 | state    | on the source                                | on the target                                      |
 |----------|----------------------------------------------|----------------------------------------------------|
@@ -55,8 +55,6 @@ NEXT: Final[dict[tuple[HandoffState, HandoffEvent], HandoffState]] = {
     (_S.LANDED, _E.FREED): _S.RELEASED,
     (_S.STOPPING, _E.TRANSPORT_QUIET): _S.ABORTED,
 }
-
-END_STATES: Final = frozenset({_S.RELEASED, _S.ABORTED})
 
 
 def next_state(handoff_id: str, state: HandoffState, event: HandoffEvent) -> HandoffState:

@@ -1,4 +1,4 @@
-"""Under which exact identity a cached block may be found (DESIGN section 5).
+"""Under which exact identity a cached block may be found.
 
 A block's hash is SHA-256 over canonical, tagged fields: the parent's hash, the block's token ids and a
 namespace derived from the identity digest, tenant and cache salt. Two processes with different

@@ -10,7 +10,7 @@ from core.errors import InvariantBroken
 
 
 class Role(StrEnum):
-    """What a worker does. A worker that is both serves whole requests (aggregated)."""
+    """What a worker does. Without prefill workers (aggregated) decode workers compute prompts too."""
 
     PREFILL = "prefill"
     DECODE = "decode"

@@ -45,7 +45,7 @@ class SamplingParams:
     """How the next token is drawn. temperature 0 is greedy: seed, min_p, top_k and top_p then mean nothing.
 
     The random number of a draw depends on (seed, position) alone, so a token does not depend on the
-    batch, the worker, preemption or migration (DESIGN section 10). engine/sampler.py says in which order all apply.
+    batch, the worker, preemption or migration. engine/sampler.py says in which order all apply.
 
     min_p: least probability that is kept, as a share of the best token's; 0 keeps all.
     repetition_penalty: divides positive logits, and multiplies others, of the tokens of prompt and output; 1 is off.
@@ -239,7 +239,7 @@ class PromptLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class WorkUsage:
-    """What one worker did for a request before its first delta: what tests and `explain` read to see
+    """What one worker did for a request before its first delta: what tests and logs read to see
     that nothing was silently recomputed."""
 
     cached_tokens: int = 0  # prompt tokens found in this worker's own prefix cache

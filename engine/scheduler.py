@@ -1,4 +1,4 @@
-"""Which tokens of which sequences the next step computes: the one batch scheduler of both roles and the simulator.
+"""Which tokens of which sequences the next step computes: the one batch scheduler of both roles.
 
 1. `add` puts a request in the waiting line. One whose prompt KV comes from a peer waits for its blocks in a line of
    its own (`await_room`, `reserve_next`) and runs when they are filled (`add_landed`).

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Final
 
 from core.errors import BadRequest
+from engine.step_pace import OFF
 
 _LEAST: Final = {
     "token_budget": 1,
@@ -32,7 +32,7 @@ class SchedulerConfig:
         prompts, which pays where such a step costs more than its tokens (as SGLang's prefill delayer and TensorRT-LLM's
         batch_wait_timeout_iters have it). On our CPU kernels it does not.
     max_decode_slowdown: how many times longer than its decodes alone a step may take for the prompts that share it
-        (engine/step_pace.py); inf: no bound but the budget.
+        (engine/step_pace.py); its OFF: no bound but the budget.
     max_scored_tokens: most tokens of a step that belong to prompts to be scored: each needs a row of logits in memory.
     """
 
@@ -44,7 +44,7 @@ class SchedulerConfig:
     max_overtakes: int = 16
     prefill_delay_steps: int = 0
     max_scored_tokens: int = 64
-    max_decode_slowdown: float = math.inf
+    max_decode_slowdown: float = OFF
 
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():

@@ -7,17 +7,17 @@ and then, and the prompts' by what steps with them take longer.
 
 from __future__ import annotations
 
-import math
 import sys
 from typing import Final
 
+OFF: Final = 1000.0  # and more: no bound. A number, as the schema of a chart's values knows no infinity
 LEAST_TOKENS: Final = 8  # of a prompt in a step: with fewer, the step's fixed cost is most of it
 WEIGHT: Final = 0.2  # of the newest sample
 GOOD_FOR_STEPS: Final = 100  # contexts grow meanwhile
 
 
 class StepPace:
-    """max_slowdown: how many times longer than its decodes alone a step with prompts may take; inf: no bound."""
+    """max_slowdown: how many times longer than its decodes alone a step with prompts may take; from OFF on: any."""
 
     def __init__(self, max_slowdown: float) -> None:
         self._max_slowdown = max_slowdown
@@ -38,7 +38,7 @@ class StepPace:
 
     def prompt_tokens_beside(self, num_decodes: int) -> int:
         """The most prompt tokens of a step with so many decodes; 0 where their own time is to be measured."""
-        if not num_decodes or math.isinf(self._max_slowdown):
+        if not num_decodes or self._max_slowdown >= OFF:
             return sys.maxsize
         decodes_s, step = self._decodes.get(_size(num_decodes), (0.0, -GOOD_FOR_STEPS))
         if self._num_steps - step >= GOOD_FOR_STEPS:

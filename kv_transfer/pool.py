@@ -56,7 +56,7 @@ def require_blocks(
     """Raise InvariantBroken unless the lists pair up and every id lies inside its pool.
 
     NIXL checks ids only against what the peer claimed of itself, and a write to an unmapped page can crash
-    the peer (notes on NIXL, 4.2): so this is checked here, for every push.
+    the peer: so this is checked here, for every push.
     """
     if len(source_blocks) != len(target_blocks):
         raise InvariantBroken(f"{len(source_blocks)} source blocks for {len(target_blocks)} target blocks")

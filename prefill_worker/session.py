@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from core.blocks import num_blocks_for
+from core.blocks import MIN_FETCHED_BLOCKS, num_blocks_for
 from core.errors import BadRequest
 from core.handoff import HandoffNotice, HandoffTicket, PushPrefix
 from core.identity import BlockHash
@@ -45,7 +45,7 @@ class PrefillConfig:
     fetch_timeout_s: how long a request waits for a holder's push. block_bytes: of one KV block."""
 
     block_bytes: int
-    min_fetch_blocks: int = 4
+    min_fetch_blocks: int = MIN_FETCHED_BLOCKS
     fetch_timeout_s: float = 2.0
 
 

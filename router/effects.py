@@ -37,7 +37,7 @@ class Fail:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """Workers were chosen: for logs, metrics and `explain`. waited_s: since the request came. hedge: others go on
+    """Workers were chosen: for logs, metrics and traces. waited_s: since the request came. hedge: others go on
     with it too."""
 
     request_id: str

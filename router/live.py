@@ -143,7 +143,7 @@ class LiveDispatcher:
                     self._idle.set()
                 self._traces.end(request.request_id)
                 self._perform(self._dispatcher.cancel(request.request_id, time.monotonic()))
-        except Rejected:
+        except (Rejected, BadRequest):
             if used_tokens == request.num_prompt_tokens:  # what we turn away costs nothing; what has tokens was served
                 used_tokens = 0
             raise

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-from typing import Final
 
 from cluster.commands import flags
-
-ROLES: Final = ("prefill", "decode")
+from core.membership import Role
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -21,7 +19,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "drained worker back. Ends with code 1, and says why, when the worker keeps its role.",
     )
     role.add_argument("worker", metavar="WORKER", help="its name in `tandem status`: decode-0")
-    role.add_argument("role", choices=ROLES)
+    role.add_argument("role", choices=[role.value for role in Role])
     _add_options(role)
     text = "let a worker finish or hand over what it has; it then takes nothing until `tandem role`, or its end"
     drain = commands.add_parser("drain", help=text, description=f"{text.capitalize()}.")

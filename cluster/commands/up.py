@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _serve(config: ClusterConfig, folders: RunFolders, progress: Progress, self_check: bool) -> int:
     # Imported here: slow (gRPC, an HTTP client), and not before the fork that `supervise` makes.
-    from cluster.serving import run_until_signal
+    from cluster.serving import serve
 
-    run_until_signal(config, folders, progress, self_check)
+    serve(config, folders, progress, self_check)
     return 0

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Final
 
 from core.errors import TandemError
+from engine.cache_folder import cache_folder
 
 KERNEL_FOLDER: Final = Path(__file__).parent / "kernels"
 FORWARD_SOURCE: Final = KERNEL_FOLDER / "forward.cpp"
@@ -47,9 +48,9 @@ class Compiler:
     version: str
 
 
-def cache_folder() -> Path:
+def kernel_folder() -> Path:
     """Where compiled libraries are kept."""
-    return Path(os.environ.get("TANDEM_CACHE") or Path.home() / ".cache" / "tandem") / "kernels"
+    return cache_folder() / "kernels"
 
 
 def find_compiler() -> Compiler | None:
@@ -88,14 +89,14 @@ def build_library(source: Path = FORWARD_SOURCE, target_flags: Sequence[str] = F
         raise KernelsUnavailable(f"no C++ compiler: none of {', '.join(COMPILERS)} is on PATH")
     flags = (*FLAGS, *target_flags)
     try:
-        library = cache_folder() / f"{source.stem}-{_key(source, flags, compiler)}.so"
+        library = kernel_folder() / f"{source.stem}-{_key(source, flags, compiler)}.so"
         if not library.exists():
             library.parent.mkdir(parents=True, exist_ok=True)
             with _locked(library.with_suffix(".lock")):
                 if not library.exists():
                     _compile(compiler, source, flags, library)
     except OSError as error:
-        raise KernelsUnavailable(f"{source.name} cannot be compiled into {cache_folder()}: {error}") from error
+        raise KernelsUnavailable(f"{source.name} cannot be compiled into {kernel_folder()}: {error}") from error
     return library
 
 

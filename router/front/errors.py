@@ -18,7 +18,6 @@ from grpc_status import rpc_status
 from core.errors import (
     BadRequest,
     InvariantBroken,
-    PeerRefused,
     Rejected,
     RejectReason,
     TandemError,
@@ -98,7 +97,6 @@ _EXHAUSTED: Final = grpc.StatusCode.RESOURCE_EXHAUSTED
 _FAILED: Final[Mapping[type[TandemError], _Row]] = {
     WorkerLost: _Row(503, _UNAVAILABLE, "service_unavailable_error", "worker_lost"),
     TransferFailed: _Row(503, _UNAVAILABLE, "service_unavailable_error", "transfer_failed"),
-    PeerRefused: _Row(503, _UNAVAILABLE, "service_unavailable_error", "peer_refused"),
     GenerationFailed: _Row(503, _UNAVAILABLE, "service_unavailable_error", "generation_failed"),
     InvariantBroken: _Row(500, grpc.StatusCode.INTERNAL, "server_error", "internal_error"),
 }

@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Protocol
 from core.errors import BadRequest, InvariantBroken
 from core.request import FinishReason, GenerateRequest, Placement, PromptLogprobs, TokenDelta, TokenLogprobs
 from engine.stop import StopStrings
+from engine.tokenizer import IncrementalDecoder, Tokenizer
 from router.admission.policy import AdmissionPolicy
 from router.front.caller import ANYONE, Caller, Keys, degraded
 from router.front.errors import GenerationFailed
-from router.front.intake import Draft, GrammarCheck, Intake, ServedModel, TextDecoder, Tokenizer
+from router.front.intake import Draft, GrammarCheck, Intake, ServedModel
 from router.front.meter import Endpoint, Meter
 from router.front.spelling import Speller
 from router.front.usage import Usage, UsageSum
@@ -30,8 +31,8 @@ if TYPE_CHECKING:  # it loads OpenTelemetry
     from telemetry.tracing import Span, Tracer
 
 
-class Dispatcher(Protocol):
-    """Finds workers for a request and merges what they send (router/dispatcher.py)."""
+class TokenSource(Protocol):
+    """Finds workers for a request and merges what they send (router/live.py)."""
 
     def generate(
         self, request: GenerateRequest, placement: Placement, max_ttft_s: float | None
@@ -67,7 +68,7 @@ class Front:
 
     def __init__(
         self,
-        dispatcher: Dispatcher,
+        dispatcher: TokenSource,
         tokenizer: Tokenizer,
         model: ServedModel,
         metrics: RouterMetrics,
@@ -88,7 +89,6 @@ class Front:
         self._tracer = tracer
         self._policy = AdmissionPolicy()
         self._keys = Keys(self._policy)
-        self._open: set[str] = set()
 
     def apply(self, policy: AdmissionPolicy) -> None:
         """Whose keys are known, and what is cut short, from now on."""
@@ -124,31 +124,25 @@ class Front:
     async def generate(
         self, request: GenerateRequest, placement: Placement, meter: Meter, max_ttft_s: float | None = None
     ) -> AsyncGenerator[TextDelta, None]:
-        """Stream the output of a prepared request. max_ttft_s: as in Dispatcher.
+        """Stream the output of a prepared request. max_ttft_s: as in TokenSource.
 
-        Raises: Rejected, WorkerLost, TransferFailed, PeerRefused: as the dispatcher does;
+        Raises: Rejected, WorkerLost, TransferFailed: as the dispatcher does;
             GenerationFailed: a worker ended it with ERROR or ABORT; BadRequest: on `grammar`: with DEAD_END.
         """
-        if request.request_id in self._open:
-            raise BadRequest("request_id", f"{request.request_id} is already in use by an open request")
-        self._open.add(request.request_id)
-        try:
-            request = meter.accepted(request)
-            async with aclosing(self._dispatcher.generate(request, placement, max_ttft_s)) as token_deltas:
-                outputs = _Outputs(request, self._tokenizer)
-                async for token_delta in token_deltas:
-                    delta = outputs.push(token_delta)
-                    if delta is None:
-                        continue
-                    meter.tokens(len(delta.token_ids), delta.choice)
-                    if delta.last and delta.finish_reason is not None:
-                        meter.finished(delta.finish_reason, delta.usage)
-                    yield delta
-                    if delta.last:
-                        return
-            raise InvariantBroken(f"request {request.request_id}: the dispatcher's stream ended without a finish")
-        finally:
-            self._open.discard(request.request_id)
+        request = meter.accepted(request)
+        async with aclosing(self._dispatcher.generate(request, placement, max_ttft_s)) as token_deltas:
+            outputs = _Outputs(request, self._tokenizer)
+            async for token_delta in token_deltas:
+                delta = outputs.push(token_delta)
+                if delta is None:
+                    continue
+                meter.tokens(len(delta.token_ids), delta.choice)
+                if delta.last and delta.finish_reason is not None:
+                    meter.finished(delta.finish_reason, delta.usage)
+                yield delta
+                if delta.last:
+                    return
+        raise InvariantBroken(f"request {request.request_id}: the dispatcher's stream ended without a finish")
 
 
 class _Outputs:
@@ -193,7 +187,7 @@ class _Output:
     Workers search the same text with the same class, so both sides end at the same token.
     """
 
-    def __init__(self, request: GenerateRequest, decoder: TextDecoder) -> None:
+    def __init__(self, request: GenerateRequest, decoder: IncrementalDecoder) -> None:
         self._request = request
         self._decoder = decoder
         self._stops = StopStrings(request.stop.stop_strings)

@@ -11,10 +11,11 @@ import re
 import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 from core.errors import BadRequest
 from core.request import SEED_BITS, GenerateRequest, Grammar, SamplingParams, StopConditions
+from engine.tokenizer import Tokenizer
 
 CONTEXT_LENGTH_EXCEEDED: Final = "context_length_exceeded"
 MODEL_NOT_FOUND: Final = "model_not_found"
@@ -29,29 +30,6 @@ MAX_PROMPT_LOGPROBS: Final = 200_000  # values, the tokens' own included
 MAX_STOP_CHARACTERS: Final = 1024
 MAX_STOP_TOKEN_IDS: Final = 128
 _REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:/+=@~-]{1,128}")
-
-
-class TextDecoder(Protocol):
-    """Turns tokens into text piece by piece, holding back incomplete characters."""
-
-    def push(self, token_ids: Sequence[int]) -> str: ...
-
-    def finish(self) -> str: ...
-
-
-class Tokenizer(Protocol):
-    """What the fronts need of the model's tokenizer (engine/tokenizer.py). Safe to call from a thread.
-
-    `encode_chat` raises BadRequest when the model has no chat template or its template refuses the messages.
-    """
-
-    def encode(self, text: str) -> list[int]: ...
-
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]: ...
-
-    def decoder(self) -> TextDecoder: ...
-
-    def spelling(self, token_id: int) -> bytes: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 from core.errors import BadRequest, Rejected, Unauthenticated
 from core.request import FinishReason, GenerateRequest
-from core.timeline import Timeline
 from router.admission.admission import band_of
 from router.admission.policy import Band
+from router.front.timeline import Timeline
 from router.front.usage import Usage
 from telemetry.logs import log_state
 from telemetry.router_metrics import Outcome, RouterMetrics

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from core.request import PromptLogprobs, TokenLogprobs
-from router.front.intake import Tokenizer
+from engine.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ class PlanReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """`scores`: the way that was chosen, then the cheapest of the other kind, for `explain`."""
+    """`scores`: the way that was chosen, then the cheapest of the other kind, for logs and traces."""
 
     reason: PlanReason
     scores: tuple[Score, ...]

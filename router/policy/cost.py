@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from core.blocks import MIN_FETCHED_BLOCKS
 from core.membership import WorkerRef
 from router.policy.candidates import Candidate
 from router.policy.routing_policy import RoutingPolicy
@@ -18,7 +19,6 @@ from router.policy.topology import Nearness, nearness
 from router.policy.transfer import FIRST_SHARE
 
 HOMELESS_COST: Final = 10.0  # of a token for which the decode worker's KV pool has no room now
-LEAST_FETCHED_BLOCKS: Final = 4  # a prefill worker computes fewer itself (PrefillConfig.min_fetch_blocks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +156,7 @@ class CostModel:
         cost = (self.num_tokens - saved) * slowness
         num_blocks = self.longest_blocks - prefill.hit_blocks
         gbps = prefill.worker.links.get(self.holder)
-        if num_blocks >= LEAST_FETCHED_BLOCKS and gbps:
+        if num_blocks >= MIN_FETCHED_BLOCKS and gbps:
             fetched_tokens = num_blocks * self.block_size
             gain = fetched_tokens * self.policy.overlap_weight * slowness - num_blocks * self.block_cost / gbps
             if gain > 0.0:

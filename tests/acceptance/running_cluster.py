@@ -20,7 +20,7 @@ from tandem.v1 import worker_pb2, worker_pb2_grpc
 
 from cluster import processes
 from cluster.free_ports import free_ports
-from engine.cpu.build import cache_folder as kernel_cache
+from engine.cpu.build import kernel_folder
 
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 40.0
@@ -112,7 +112,7 @@ def running_cluster(model: Path, cache: Path, *flags: str, **settings: Any) -> I
         **ports, "controller_port": controller_port, "num_blocks": 512, "policy_file": str(cache / POLICY), **settings,
     }  # fmt: skip
     config.write_text(json.dumps(values))  # JSON is YAML
-    kernels = kernel_cache()
+    kernels = kernel_folder()
     kernels.mkdir(parents=True, exist_ok=True)
     (cache / "kernels").symlink_to(kernels)  # compiled once, not by every cluster
     output = cache / "up.log"

@@ -9,7 +9,7 @@ from cluster.actors import HostPaths
 from cluster.config import ClusterConfig
 from cluster.folders import run_folders
 from cluster.progress import Progress
-from cluster.serving import run_until_signal
+from cluster.serving import serve
 from cluster.supervisor import supervise
 
 HOSTS = HostPaths(worker="stub_hosts:StubWorkerHost", router="stub_hosts:StubRouterHost")
@@ -27,7 +27,7 @@ def main() -> int:
     with run_folders() as folders:
 
         def work() -> int:
-            run_until_signal(config, folders, Progress(), True, HOSTS)
+            serve(config, folders, Progress(), True, HOSTS)
             return 0
 
         return supervise(work)

@@ -14,7 +14,7 @@ from tandem.v1 import worker_pb2
 from cluster import burial, processes
 from cluster.burial import UNHEARD_S, HostBurial, Location
 from cluster.processes import Process
-from cluster.ray_runtime import ActorLost
+from cluster.ray_runtime import ActorFailed
 from cluster.status_client import RouterUnreachable
 from core.membership import WorkerRef
 
@@ -34,7 +34,7 @@ class Ray:
     async def run_on(self, host: str, function: Callable[..., Any], *arguments: object, timeout_s: float) -> Any:
         assert host == "host"
         if self.lost:
-            raise ActorLost("unschedulable")
+            raise ActorFailed("unschedulable")
         if self.failures:
             self.failures -= 1
             raise TimeoutError

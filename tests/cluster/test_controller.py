@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from random import SystemRandom
 from typing import Any
@@ -30,7 +29,7 @@ from cluster.fleet import (
     WorkerDied,
     WorkerStarted,
 )
-from cluster.ray_runtime import Actor, ActorError, RayRuntime
+from cluster.ray_runtime import Actor, ActorFailed, RayRuntime
 from cluster.worker_config import WorkerConfig
 from core.membership import Role, WorkerRef
 
@@ -48,8 +47,10 @@ class Cluster:
         self.actors: dict[str, Actor] = {}
         self.events: asyncio.Queue[Event] = asyncio.Queue()
         self.deaths: asyncio.Queue[WorkerRef] = asyncio.Queue()
-        fleet = Fleet(config.roles, SystemRandom())
-        self.controller = Controller(fleet, self._spawn, config, self.events.put_nowait, bury_here, self.deaths.put)
+        self.fleet = Fleet(config.roles, SystemRandom())
+        self.controller = Controller(
+            self.fleet, self._spawn, config, self.events.put_nowait, bury_here, self.deaths.put
+        )
 
     def _spawn(self, order: StartWorker) -> tuple[Actor, WorkerConfig]:
         ref = order.ref
@@ -97,17 +98,17 @@ async def make_cluster(ray_runtime: RayRuntime, tmp_path: Path) -> Any:
 async def test_a_killed_worker_is_replaced_by_a_new_incarnation(make_cluster: Any) -> None:
     cluster = make_cluster()
     await cluster.all_ready()
-    before = dict(cluster.controller.workers)
+    before = cluster.fleet.ready
     prefill_pid = await cluster.actors["prefill-0"].call("ping", timeout_s=5.0)
     pid = await cluster.actors["decode-0"].call("ping", timeout_s=5.0)
 
     os.kill(pid, signal.SIGKILL)
 
-    assert (await cluster.next_of(WorkerDied)).ref == before["decode-0"].ref
-    assert await asyncio.wait_for(cluster.deaths.get(), TIMEOUT_S) == before["decode-0"].ref
+    assert (await cluster.next_of(WorkerDied)).ref == before["decode-0"]
+    assert await asyncio.wait_for(cluster.deaths.get(), TIMEOUT_S) == before["decode-0"]
     assert (await cluster.next_of(WorkerStarted)).ref.worker_id == "decode-0"
-    after = cluster.controller.workers
-    assert after["decode-0"].ref.incarnation != before["decode-0"].ref.incarnation
+    after = cluster.fleet.ready
+    assert after["decode-0"].incarnation != before["decode-0"].incarnation
     assert after["prefill-0"] == before["prefill-0"]
     assert await cluster.actors["decode-0"].call("ping", timeout_s=5.0) != pid
     assert await cluster.actors["prefill-0"].call("ping", timeout_s=5.0) == prefill_pid
@@ -132,14 +133,15 @@ async def test_a_role_is_changed_kept_or_given_to_the_next_life_and_one_worker_a
     cluster = make_cluster(num_decode=2)
     await cluster.all_ready()
     controller: Controller = cluster.controller
-    before = controller.workers["decode-1"]
+    before = cluster.fleet.ready["decode-1"]
     assert await controller.drain("decode-1", Role.PREFILL, force=False, timeout_s=1.0)
-    assert controller.workers["decode-1"] == replace(before, role=Role.PREFILL) and controller.all_ready
+    assert cluster.fleet.ready["decode-1"] == before and controller.all_ready
+    assert cluster.fleet.role_of("decode-1") is Role.PREFILL
     assert not await controller.drain("decode-1", Role.PREFILL, force=False, timeout_s=1.0)
     with pytest.raises(DrainRefused, match="no decode") as kept:
         await controller.drain("decode-1", Role.DECODE, force=False, timeout_s=0.5)
     assert kept.value.reason is RefusalReason.NOT_DRAINED and controller.all_ready
-    assert controller.workers["decode-1"].role is Role.PREFILL
+    assert cluster.fleet.role_of("decode-1") is Role.PREFILL
 
     dies = asyncio.create_task(controller.drain("decode-1", Role.DECODE, force=False, timeout_s=STUCK_S))
     await asyncio.sleep(0)
@@ -151,7 +153,7 @@ async def test_a_role_is_changed_kept_or_given_to_the_next_life_and_one_worker_a
     assert lost.value.reason is RefusalReason.WORKER_LOST
     await cluster.next_of(WorkerDied)
     await cluster.next_of(WorkerStarted)
-    assert controller.workers["decode-1"].role is Role.DECODE
+    assert cluster.fleet.role_of("decode-1") is Role.DECODE
 
 
 async def test_a_worker_that_cannot_start_says_why_and_logs_where(make_cluster: Any, tmp_path: Path) -> None:
@@ -185,7 +187,7 @@ async def test_an_actor_has_its_thread_settings_and_no_ray_priority(ray_runtime:
     actor = ray_runtime.create(WorkerActor, "probe", STUB)
     pid = await actor.call("ping", timeout_s=20.0)
     assert os.getpriority(os.PRIO_PROCESS, pid) == os.getpriority(os.PRIO_PROCESS, 0)
-    with pytest.raises(ActorError, match="ModuleNotFoundError"):
+    with pytest.raises(ActorFailed, match="ModuleNotFoundError"):
         other = ray_runtime.create(WorkerActor, "other", "nowhere:Host")
         config = WorkerConfig("x", "1", Role.DECODE, tmp_path, ("nowhere:0",), log_file=tmp_path / "other.log")
         await other.call("start", config, timeout_s=20.0)

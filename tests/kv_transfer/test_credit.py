@@ -9,7 +9,7 @@ from core.handoff import BlocksPushed, HandoffNotice
 from core.membership import WorkerRef
 from kv_transfer.credit import AskedPush, PushCredit
 from kv_transfer.effects import Push
-from kv_transfer.pace import PATIENCE, TransferPace
+from kv_transfer.pace import LEAST_BYTES_PER_S, PATIENCE, TransferPace
 
 PEER, OTHER = WorkerRef("decode-0", "a"), WorkerRef("decode-1", "b")
 
@@ -93,5 +93,7 @@ def test_the_time_a_push_may_take_follows_what_pushes_took() -> None:
     assert abs(pace.bound_s(PEER, 100) - PATIENCE * 10.0) < 0.01
     pace.probed(PEER, gbps=1.0)  # a probe when it connects again is less than what was seen
     assert pace.bound_s(PEER, 100) > PATIENCE
+    pace.pushed(PEER, 1, duration_s=60.0)  # it was frozen, or we were: not ten minutes for ten blocks from now on
+    assert pace.bound_s(PEER, 100) <= PATIENCE * 100 * 1_000_000 / LEAST_BYTES_PER_S
     pace.forget(PEER)
     assert pace.bound_s(PEER, 100) == 0.0

@@ -91,9 +91,36 @@ async def test_a_client_that_leaves_gives_its_permit_back(monkeypatch: pytest.Mo
         first.cancel()
         await asyncio.gather(first, return_exceptions=True)
         await leaving.aclose()
+    paid: list[int] = []
+    give_back = dispatcher._limiter.give_back
+    monkeypatch.setattr(
+        dispatcher._limiter, "give_back", lambda permit, used: (paid.append(used), give_back(permit, used))
+    )
     for _ in range(2):  # refused by the dispatcher, after the permit was taken
         with pytest.raises(BadRequest):
             await anext(dispatcher.generate(replace(request, stop=StopConditions(max_tokens=2000)), Placement.AUTO))
+    assert paid == [0, 0]
+
+
+async def test_an_id_in_use_is_refused_and_its_owner_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "WorkerLink", StubLink)
+    dispatcher = live_dispatcher(CollectorRegistry())
+    dispatcher.announce(WORKER, WorkerLoad())
+    link: Any = dispatcher._links[WORKER.ref]
+    link.on_open()
+    stream = dispatcher.generate(REQUEST, Placement.AUTO)
+    first = asyncio.ensure_future(anext(stream))
+    await asyncio.sleep(0)
+    with pytest.raises(BadRequest, match="request_id"):
+        await anext(dispatcher.generate(REQUEST, Placement.AUTO))
+    link.on_answer(StepOutput((TokenDelta(link.sent[-1].request.request_id, 0, (7, 8)),), WorkerLoad()))
+    assert (await first).token_ids == (7, 8)
+    await stream.aclose()
+    again = asyncio.ensure_future(anext(dispatcher.generate(REQUEST, Placement.AUTO)))
+    await asyncio.sleep(0)
+    assert not again.done()
+    again.cancel()
+    await asyncio.gather(again, return_exceptions=True)
 
 
 async def test_a_request_that_was_cut_short_pays_for_its_tokens_and_one_that_was_turned_away_for_nothing(

@@ -279,7 +279,7 @@ class SoakWorker:
         found = {
             "used": self.pool.num_used,
             "quarantined": self.pool.num_quarantined,
-            "hand-offs": len(self.handoffs),
+            "hand-offs": [*self.handoffs.source._open.values(), *self.handoffs.target._open.values()],
             "requests": len(self.service) + load.running_requests + load.waiting_requests,
             "owners": len(self.streams._owner),
             "unconnected": len(self.peers.keys() - self.connected),

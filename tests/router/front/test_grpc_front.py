@@ -206,20 +206,6 @@ async def test_a_message_that_is_not_protobuf(channel: grpc.aio.Channel, dispatc
     assert (await generate(channel, ask()))[-1].finish_reason == "stop"
 
 
-async def test_an_open_request_id_cannot_be_used_again(
-    channel: grpc.aio.Channel, dispatcher: ScriptedDispatcher
-) -> None:
-    dispatcher.script = says_then_hangs("a")
-    first = inference_pb2_grpc.InferenceServiceStub(channel).Generate(ask(request_id="same"))
-    assert (await first.read()).text == "a"
-    error = await require_refused(channel, ask(request_id="same"), grpc.StatusCode.INVALID_ARGUMENT)
-    assert (error.details() or "").startswith("request_id: ")
-    first.cancel()
-    await asyncio.wait_for(dispatcher.closed.wait(), BOUND_S)
-    dispatcher.script = says("ok")
-    assert (await generate(channel, ask(request_id="same")))[-1].finish_reason == "stop"
-
-
 FAILURES: list[tuple[TandemError, grpc.StatusCode, str | None]] = [
     (Rejected(RejectReason.QUEUE_FULL, "64 wait", 2.5), grpc.StatusCode.RESOURCE_EXHAUSTED, "2500"),
     (Rejected(RejectReason.NO_WORKER, "no decode worker"), grpc.StatusCode.UNAVAILABLE, "1000"),

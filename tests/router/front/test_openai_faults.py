@@ -15,7 +15,6 @@ from front_fakes import Script, ScriptedDispatcher, floods, says, says_then_hang
 from core.errors import (
     BadRequest,
     InvariantBroken,
-    PeerRefused,
     Rejected,
     RejectReason,
     TandemError,
@@ -36,7 +35,6 @@ BEFORE_FIRST_TOKEN: list[tuple[TandemError, int, str, str | None]] = [
     (Rejected(RejectReason.DRAINING, "shutting down"), 503, "draining", "1"),
     (WorkerLost("prefill-0", "stream broke"), 503, "worker_lost", "1"),
     (TransferFailed("3 of 9 blocks"), 503, "transfer_failed", "1"),
-    (PeerRefused("kv_dtype", "float32", "bfloat16"), 503, "peer_refused", "1"),
     (InvariantBroken("block 7 has two owners"), 500, "internal_error", None),
 ]
 

@@ -1,4 +1,4 @@
-"""When the moments of one request happened; TTFT and TPOT come from here for service and simulator alike."""
+"""When the moments of one request happened: TTFT and TPOT come from here."""
 
 from __future__ import annotations
 
