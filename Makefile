@@ -55,6 +55,7 @@ types:
 layers:
 	lint-imports
 
+# What is not committed yet must not break what is; in a clean clone that compares a commit with itself.
 stubs:
 	bash proto/generate.sh --check
 	buf lint
