@@ -116,6 +116,20 @@ class FairLine:
                 others += min(waits + coming.get(name, 0.0), mine * self._weight_of(name))
         return mine * self._weight_of(tenant) - cost + others
 
+    def turn_s(self, newcomer: Waiting, wait_s: float, max_wait_s: float) -> float:
+        """When the turn of `newcomer` comes, that comes now. wait_s: if all who wait get theirs; but who has waited
+        `max_wait_s` before that leaves, as after a burst most of it does. Only its own tenant's: of others' work no
+        more goes before it than its own."""
+        known = self._tenants.get(newcomer.tenant)
+        if known is None or newcomer.arrived_s + wait_s <= known.head.arrived_s + max_wait_s:
+            return wait_s
+        token_s = wait_s / (known.backlog + newcomer.cost)
+        served = 0
+        for item in known.items.values():
+            if newcomer.arrived_s + (served + item.cost) * token_s <= item.arrived_s + max_wait_s:
+                served += item.cost
+        return (served + newcomer.cost) * token_s
+
     def _quantum(self, tenant: str) -> float:
         return QUANTUM_TOKENS * self._weight_of(tenant)
 

@@ -78,8 +78,8 @@ class Line:
         return item
 
     def wait_s(self, item: Waiting, tokens_per_s: float) -> float:
-        """About how long `item` waits if it comes now: for what is there, and for what others bring until then and goes
-        before it, if they go on as of late. tokens_per_s: that leave the line."""
+        """About how long `item` waits if it comes now: for what is there and stays until its turn, and for what others
+        bring until then and goes before it, if they go on as of late. tokens_per_s: that leave the line."""
         rates = {band: arrivals.tokens_per_s(item.arrived_s) for band, arrivals in self._arrivals.items()}
         above = self._bands[Band.INTERACTIVE].backlog if item.band is Band.BATCH else 0
         above_rate = sum(rates[Band.INTERACTIVE].values()) if item.band is Band.BATCH else 0.0
@@ -88,7 +88,7 @@ class Line:
             coming = {tenant: rate * wait_s for tenant, rate in rates[item.band].items()}
             own = self._bands[item.band].tokens_before(item.tenant, item.cost, coming)
             wait_s = (above + above_rate * wait_s + own) / tokens_per_s
-        return wait_s
+        return self._bands[item.band].turn_s(item, wait_s, self.policy.queue.band(item.band).max_wait_s)
 
     def _surplus(self, item: Waiting) -> Waiting:
         """Of those who wait and `item`, the one to turn away: batch work first, then the tenant with most waiting."""

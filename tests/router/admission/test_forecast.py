@@ -7,7 +7,7 @@ import pytest
 from router.admission.fair_line import Waiting
 from router.admission.forecast import MOST_TENANTS, RATE_MEMORY_S, AfterTurn, Arrivals
 from router.admission.line import Line
-from router.admission.policy import AdmissionPolicy, Band
+from router.admission.policy import AdmissionPolicy, Band, BandPolicy, QueuePolicy
 
 
 def test_a_tenants_rate_is_what_it_sent_of_late() -> None:
@@ -54,3 +54,25 @@ def test_batch_work_waits_for_interactive_work_that_will_come() -> None:
         line.remove(f"r{second}")
     assert 2.0 <= alone_s < 3.0
     assert line.wait_s(newcomer, tokens_per_s=50.0) > 1.3 * alone_s
+
+
+def burst(max_wait_s: float) -> Line:
+    """A hundred requests of 100 tokens each that came at 0."""
+    line = Line(AdmissionPolicy(queue=QueuePolicy(interactive=BandPolicy(max_wait_s=max_wait_s))))
+    for number in range(100):
+        line.push(Waiting(f"r{number}", "t", Band.INTERACTIVE, 100, 0.0))
+    return line
+
+
+def test_who_will_have_left_before_its_turn_is_not_waited_for() -> None:
+    """Ten are served in a second: after 6 s of patience sixty have been, and forty have gone."""
+    newcomer = Waiting("new", "t", Band.INTERACTIVE, 100, 5.0)
+    rate = 1000.0
+    patient, hasty = burst(max_wait_s=30.0), burst(max_wait_s=6.0)
+    for line in (patient, hasty):
+        for _ in range(50):
+            line.pop(5.0)
+    assert patient.wait_s(newcomer, rate) == pytest.approx(5.0, rel=0.2)  # the other fifty
+    assert hasty.wait_s(newcomer, rate) == pytest.approx(1.0, rel=0.2)
+    other = Waiting("other", "u", Band.INTERACTIVE, 100, 5.0)
+    assert hasty.wait_s(other, rate) == pytest.approx(0.1, rel=0.5)  # takes its tenant's turn
