@@ -14,7 +14,7 @@ import yaml
 
 from cluster.main import _parser
 from router.policy_file import parse_policy
-from tests.deploy.chart import CHART, DEFAULTS
+from tests.deploy.chart import CHART, DEFAULTS, EVERYTHING, PLAIN, merged, pods, render
 from tests.deploy.test_observability import DASHBOARDS, KNOWN
 
 ROOT: Final = CHART.parents[2]
@@ -48,8 +48,9 @@ def values_that_are_not_there(text: str) -> Iterator[str]:
 
 
 def metrics_that_are_not_there(text: str) -> Iterator[str]:
+    """But in apostrophes, as Ray writes its resources."""
     families = {re.sub(r"_(bucket|count|sum)$", "", name) for name in KNOWN} | KNOWN
-    for name in re.findall(r"\b(?:tandem_|tandem:|vllm:)[a-z0-9_:]*[a-z0-9]", text):
+    for name in re.findall(r"(?<![\w'])(?:tandem_|tandem:|vllm:)[a-z0-9_:]*[a-z0-9]", text):
         if name not in families:
             yield name
 
@@ -81,6 +82,21 @@ def commands_that_are_wrong(text: str) -> Iterator[str]:
                 yield f"{line}: {error}"
 
 
+def objects_that_are_not_there(text: str) -> Iterator[str]:
+    """What kubectl is asked for: objects of the releases blue and green, containers, components."""
+    objects = [item for values in (EVERYTHING, merged(PLAIN, EVERYTHING)) for item in render(values, "blue")]
+    every = list(pods(objects))
+    known = {f"{item['kind'].lower()}/{item['metadata']['name']}" for item in objects}
+    containers = {container["name"] for pod in every for container in pod.containers}
+    components = {pod.component for pod in every}
+    for line in re.findall(r"kubectl [^`\n]*", text):
+        for kind, name in re.findall(r"\b(deployment|service|statefulset)[/ ]([a-z][-a-z0-9]+)", line):
+            if f"{kind}/{name.replace('green', 'blue')}" not in known:
+                yield f"{kind}/{name}"
+        yield from (name for name in re.findall(r" -c ([a-z-]+)", line) if name not in containers)
+        yield from (name for name in re.findall(r"component=([a-z]+)", line) if name not in components)
+
+
 def _is_command(word: str) -> bool:
     """Whether it may be asked for its help."""
     try:
@@ -96,6 +112,7 @@ CHECKS: Final = [
     panels_that_are_not_there,
     states_that_nobody_logs,
     commands_that_are_wrong,
+    objects_that_are_not_there,
 ]
 
 
@@ -113,6 +130,12 @@ def test_pages_name_what_is_there(check: Any, capsys: pytest.CaptureFixture[str]
         (states_that_nobody_logs, "`state=orphaned num_blocks=N`", "`state=lost_blocks`"),
         (commands_that_are_wrong, "`tandem status --registry HOST:50052`", "`tandem status --router HOST`"),
         (commands_that_are_wrong, "`tandem leave`", "`tandem depart`"),
+        (
+            objects_that_are_not_there,
+            "`kubectl logs deployment/blue-tandem-router`",
+            "`kubectl logs deployment/router`",
+        ),
+        (objects_that_are_not_there, "`kubectl logs x -c controller`", "`kubectl logs x -c worker`"),
     ],
 )
 def test_what_is_not_there_is_found(check: Any, right: str, wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
