@@ -78,7 +78,7 @@ async def be_target() -> None:
     """Answers each line (hand-off id, first block, number of blocks) with a ticket, then with the time it landed."""
     block_bytes, identity, source = pickle.loads(base64.b64decode(await asyncio.to_thread(sys.stdin.readline)))
     blocks = np.zeros((NUM_BLOCKS, block_bytes), dtype=np.uint8)
-    memory, pool = MemoryPool(blocks.ctypes.data, NUM_BLOCKS, block_bytes), BlockPool(NUM_BLOCKS)
+    memory, pool = MemoryPool((blocks.ctypes.data,), NUM_BLOCKS, block_bytes), BlockPool(NUM_BLOCKS)
     transport = NixlTransport(WorkerRef("decode-0", str(os.getpid())), identity, memory)
 
     def ended(outcome: Outcome) -> None:
@@ -124,7 +124,7 @@ class Source:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.memory = memory_of(engine.runner.kv_pool, engine.pool.num_blocks)
+        self.memory = memory_of(engine.runner.kv_pools, engine.pool.num_blocks)
         self.transport = NixlTransport(WorkerRef("prefill-0", str(os.getpid())), engine.identity, self.memory)
         self.sessions, self.driver = make_driver(self.transport, self.memory, engine.pool, lambda _outcome: None)
         # No prompt is ever seen twice, and no other worker has any of it.

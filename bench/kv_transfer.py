@@ -60,7 +60,7 @@ def make_pool(block_bytes: int, fill: int) -> np.ndarray:
 
 
 def memory_pool(blocks: np.ndarray) -> MemoryPool:
-    return MemoryPool(blocks.ctypes.data, *blocks.shape)
+    return MemoryPool((blocks.ctypes.data,), *blocks.shape)
 
 
 async def be_target(block_bytes: int) -> None:
@@ -155,7 +155,7 @@ def bare_nixl_path(blocks: np.ndarray, peer: PoolDescription) -> Path:
         row = [address, peer.block_bytes, 0, peer.block_bytes, peer.num_blocks]
         return agent.prep_xfer_dlist(side, np.array([row], dtype=np.uint64), "DRAM")
 
-    ours, theirs = prepare("NIXL_INIT_AGENT", blocks.ctypes.data), prepare(name, peer.base_address)
+    ours, theirs = prepare("NIXL_INIT_AGENT", blocks.ctypes.data), prepare(name, peer.base_addresses[0])
 
     def write(source: list[int], target: list[int]) -> None:
         source_ids, target_ids = np.array(source, dtype=np.int32), np.array(target, dtype=np.int32)

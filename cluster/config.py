@@ -74,6 +74,9 @@ class ClusterConfig:
     are 720 MiB in float32."""
     block_size: int = 16
     """Tokens in a block."""
+    tensor_parallel_size: int = 1
+    """GPUs of each worker, on one host, which share its model. It must divide the model's KV heads, hidden size,
+    intermediate size and vocabulary."""
     token_budget: int = 256
     """Most tokens that one engine step may compute."""
     prefill_delay_steps: int = 0

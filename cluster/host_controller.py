@@ -131,7 +131,8 @@ class HostController:
     def _spawn(self, order: StartWorker) -> tuple[Actor, WorkerConfig]:
         ref, config = order.ref, self._config
         resource = RESOURCES[dict(config.roles)[ref.worker_id]]  # of its place, whatever it serves as
-        actor = self._ray.create(WorkerActor, str(ref), self._hosts.worker, resource=resource)
+        num_gpus = config.tensor_parallel_size if config.tensor_parallel_size > 1 else 0
+        actor = self._ray.create(WorkerActor, str(ref), self._hosts.worker, resource=resource, num_gpus=num_gpus)
         return actor, self._worker_config(ref, order.role)
 
     def _worker_config(self, ref: WorkerRef, role: Role) -> WorkerConfig:

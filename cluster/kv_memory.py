@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from kv_transfer.pool import MemoryPool
@@ -21,12 +22,12 @@ class TensorMemory(Protocol):
     def get_device(self) -> int: ...
 
 
-def memory_of(tensor: TensorMemory, num_blocks: int) -> MemoryPool:
-    """A contiguous tensor of equal blocks, on the host or on a GPU."""
+def memory_of(tensors: Sequence[TensorMemory], num_blocks: int) -> MemoryPool:
+    """Contiguous tensors of equally many bytes, one for each rank, all on the host or all on GPUs."""
     return MemoryPool(
-        base_address=tensor.data_ptr(),
+        base_addresses=tuple(tensor.data_ptr() for tensor in tensors),
         num_blocks=num_blocks,
-        block_bytes=tensor.nbytes // num_blocks,
-        memory_kind="VRAM" if tensor.is_cuda else "DRAM",
-        device_id=tensor.get_device() if tensor.is_cuda else 0,
+        block_bytes=sum(tensor.nbytes for tensor in tensors) // num_blocks,
+        memory_kind="VRAM" if tensors[0].is_cuda else "DRAM",
+        device_ids=tuple(tensor.get_device() if tensor.is_cuda else 0 for tensor in tensors),
     )

@@ -187,7 +187,7 @@ class Launcher:
             order.role,
             router_addresses=self._config.registry_addresses,
             cpu_core=self._core_of(ref.worker_id),
-            gpu_index=self._config.ordinal(ref.worker_id),
+            gpu_index=self._config.ordinal(ref.worker_id) * self._config.tensor_parallel_size,
             log_file=self._log(ref.worker_id),
         )
 

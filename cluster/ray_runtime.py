@@ -149,14 +149,18 @@ class RayRuntime:
         except TimeoutError:
             raise RayFailed(f"Ray did not start within {timeout_s:.0f} s" + self._lack) from None
 
-    def create(self, actor_class: type, name: str, *arguments: object, resource: str | None = None) -> Actor:
-        """A new actor process, on a host that has one `resource` free; its constructor's failure shows in the first
-        call."""
+    def create(
+        self, actor_class: type, name: str, *arguments: object, resource: str | None = None, num_gpus: int = 0
+    ) -> Actor:
+        """A new actor process, on a host that has one `resource` and so many GPUs free, which then are those that it
+        sees; 0: all are. Its constructor's failure shows in the first call."""
         import ray
 
         options: dict[str, Any] = {"name": name, "lifetime": "detached", "max_concurrency": ACTOR_CONCURRENCY}
         if resource is not None:
             options["resources"] = {resource: 1}
+        if num_gpus:
+            options["num_gpus"] = num_gpus
         remote_class: Any = ray.remote(actor_class)
         actor = remote_class.options(num_cpus=0, max_restarts=0, max_task_retries=0, **options)
         return Actor(actor.remote(*arguments))

@@ -66,8 +66,11 @@ class WorkerConfig:
     """NUMA node to run on; None: any."""
     nvlink_domain: str = ""
     """Name of the NVLink domain that its host belongs to; empty: none, or not known."""
+    tensor_parallel_size: int = 1
+    """As in ClusterConfig."""
     gpu_index: int = 0
-    """GPU to compute on, where an engine for GPUs is chosen; counted round where there are fewer."""
+    """First GPU to compute on, `tensor_parallel_size` in a row, where an engine for GPUs is chosen; counted round where
+    there are fewer."""
     lease_s: float = 10.0
     """Life of a hand-off lease without renewal."""
     drain_timeout_s: float = 5.0
@@ -90,6 +93,7 @@ class WorkerConfig:
         if self.numa_node is not None:
             require_range("numa_nodes", self.numa_node, 0, 1023)
         require_range("gpu_index", self.gpu_index, 0, 4095)
+        require_range("tensor_parallel_size", self.tensor_parallel_size, 1, 64)
         require_range("lease_s", self.lease_s, 0.1, 3600.0)
         if self.dtype not in DTYPES:
             raise BadRequest("dtype", f"must be one of {', '.join(DTYPES)}, got {self.dtype!r}")

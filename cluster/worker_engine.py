@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from cluster.worker_config import WorkerConfig
+from core.errors import RankLost
 from core.identity import SCHEMA_REVISION, CacheIdentity
 from core.request import GenerateRequest
 from engine.block_pool import BlockPool
@@ -34,8 +36,11 @@ class Engine:
     block_bytes: int
 
 
-def build_engine(config: WorkerConfig) -> Engine:
-    """Load weights and tokenizer. Raises BadModel or BadRequest naming what cannot be served."""
+def build_engine(config: WorkerConfig, on_rank_lost: Callable[[RankLost], None] = lambda _lost: None) -> Engine:
+    """Load weights and tokenizer. Raises BadModel, BadRequest or RankLost naming what cannot be served.
+
+    on_rank_lost: see ParallelRunner.
+    """
     folder = config.model_folder
     tokenizer = Tokenizer.load(folder)
     runner = load_runner(
@@ -46,6 +51,8 @@ def build_engine(config: WorkerConfig) -> Engine:
         progress=lambda line: logger.info("%s", line),
         gpu_index=config.gpu_index,
         unpack=config.unpack_weights,
+        tensor_parallel_size=config.tensor_parallel_size,
+        on_rank_lost=on_rank_lost,
     )
     geometry = runner.geometry
     identity = CacheIdentity(
@@ -58,7 +65,7 @@ def build_engine(config: WorkerConfig) -> Engine:
         num_layers=geometry.num_layers,
         num_kv_heads=geometry.num_kv_heads,
         head_dim=geometry.head_dim,
-        tensor_parallel_size=1,
+        tensor_parallel_size=config.tensor_parallel_size,
         numeric_class=runner.numeric_class,
     )
 

@@ -44,14 +44,14 @@ def build_transfer(
     on_broken: Callable[[BaseException], None],
 ) -> Transfer:
     """Over the pool of `engine`, which must outlive it."""
-    memory = memory_of(engine.runner.kv_pool, engine.pool.num_blocks)
+    memory = memory_of(engine.runner.kv_pools, engine.pool.num_blocks)
     lease = LeaseConfig(lease_s=config.lease_s, landed_timeout_s=config.lease_s)
     pace = TransferPace(engine.block_bytes)
     policy = LoadFailurePolicy(config.kv_load_failure_policy)
     handoffs = HandoffSessions(me, engine.pool, lease, engine.pool.match, pace.bound_s, policy)
     nixl = NixlConfig(interface=config.kv_interface, address=listening_address(config))
     probe_memory = _probe_memory(engine, nixl.probe_bytes)
-    scratch = None if probe_memory is None else memory_of(probe_memory, num_blocks=1)
+    scratch = None if probe_memory is None else memory_of([probe_memory], num_blocks=1)
     transport = _with_faults(NixlTransport(me, engine.identity, memory, nixl, scratch), me, config.kv_faults)
     driver = HandoffDriver(
         transport,
@@ -68,7 +68,7 @@ def build_transfer(
 
 def _probe_memory(engine: Engine, num_bytes: int) -> TensorMemory | None:
     """Peers' probes land in memory of the pool's kind; on the host the transport allocates it itself."""
-    kv_pool = engine.runner.kv_pool
+    kv_pool = engine.runner.kv_pools[0]
     return kv_pool.new_zeros(num_bytes // kv_pool.itemsize) if kv_pool.is_cuda else None
 
 

@@ -8,6 +8,7 @@ TandemError
 ├── TransferFailed    resend or recompute: KV bytes did not arrive whole
 ├── PeerRefused       never pair these two workers: they differ in `field`
 ├── WorkerLost        plan again on another worker
+├── RankLost          stop this process: a worker without one of its ranks is dead
 └── InvariantBroken   a bug: stop this process
 
 The edge (router/front/) maps the tree to HTTP and gRPC in one table.
@@ -88,6 +89,10 @@ class WorkerLost(TandemError):
     def __init__(self, worker_id: str, message: str) -> None:
         super().__init__(f"worker {worker_id} lost: {message}")
         self.worker_id = worker_id
+
+
+class RankLost(TandemError):
+    """A process that computes a part of this worker's model has ended or hangs."""
 
 
 class InvariantBroken(TandemError):

@@ -18,7 +18,7 @@ from core.errors import PeerRefused
 BlockHash = NewType("BlockHash", bytes)  # 32 bytes
 
 KEY_BYTES: Final = 8  # of a routing key
-SCHEMA_REVISION: Final = 2  # raise it whenever a hand-off message or the meaning of a hash changes
+SCHEMA_REVISION: Final = 3  # raise it whenever a hand-off message or the meaning of a hash changes
 
 
 @dataclass(frozen=True, slots=True)

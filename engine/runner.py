@@ -22,8 +22,9 @@ class ModelRunner(Protocol):
     kv_layout: str  # part of the cache identity: what lies where in a block
 
     @property
-    def kv_pool(self) -> torch.Tensor:
-        """[num_blocks, num_layers, 2, ...], contiguous: a block is one run of `geometry.block_bytes`."""
+    def kv_pools(self) -> tuple[torch.Tensor, ...]:
+        """One for each rank (engine/parallel/), [num_blocks, num_layers, 2, ...], contiguous: a block is one run of
+        bytes in each, together `geometry.block_bytes`."""
         ...
 
     def run(self, plan: StepPlan) -> Sequence[tuple[Answer, ...]]:

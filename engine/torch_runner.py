@@ -13,7 +13,8 @@ from engine.attention.cpu import CpuAttention
 from engine.dtypes import require_dtype
 from engine.model_config import ModelConfig
 from engine.models.arithmetic import CpuArithmetic
-from engine.models.decoder import DecoderModel
+from engine.models.decoder import DecoderModel, Gather, alone
+from engine.parallel.shard import WHOLE, Shard
 from engine.runner import copy_blocks
 from engine.sampler import draw
 from engine.slice_check import require_inside
@@ -29,8 +30,13 @@ class TorchModelRunner:
     A token's logits are the same to the bit however its sequence was cut into chunks, batched or placed in the pool.
     """
 
-    def __init__(self, model: DecoderModel, dtype: str, num_blocks: int, block_size: int) -> None:
-        """Use `load`; this is for models that are already in memory. Raises: BadRequest: see `load`."""
+    def __init__(
+        self, model: DecoderModel, dtype: str, num_blocks: int, block_size: int, pool: torch.Tensor | None = None
+    ) -> None:
+        """Use `load`; this is for models that are already in memory. pool: see `make_pool`; None: a new one.
+
+        Raises: BadRequest: see `load`.
+        """
         config = model.config
         self.config = config
         self.dtype = dtype
@@ -38,10 +44,7 @@ class TorchModelRunner:
         self.max_context_tokens = config.max_context_tokens
         torch_dtype = require_dtype(dtype)
         self.geometry = config.kv_geometry(block_size, torch_dtype.itemsize)
-        # Zeroed, not empty: a masked lane multiplies stale contents by 0, and 0 x NaN is NaN.
-        self._kv_pool = torch.zeros(
-            (num_blocks, config.num_layers, 2, config.num_kv_heads, block_size, config.head_dim), dtype=torch_dtype
-        )
+        self._kv_pool = make_pool(config, dtype, num_blocks, block_size) if pool is None else pool
         self._model = model
         self._attention = CpuAttention(self._kv_pool, config.num_heads)
         instruction_set = torch.backends.cpu.get_cpu_capability().lower()
@@ -55,28 +58,43 @@ class TorchModelRunner:
         num_blocks: int,
         block_size: int = 16,
         progress: Callable[[str], None] = lambda _line: None,
+        shard: Shard = WHOLE,
+        pool: torch.Tensor | None = None,
+        gather: Gather = alone,
     ) -> TorchModelRunner:
         """Read a model folder and make a pool of `num_blocks` blocks.
 
         Args:
             dtype: "float32" or "bfloat16", of weights and KV.
             progress: told of each layer read.
+            shard, pool, gather: of one rank, where ranks share the model (engine/parallel/).
         Raises: BadModel: the folder is damaged or of an unsupported kind. BadRequest: dtype or block_size.
         """
         config = ModelConfig.load(folder)
-        weights = load_weights(folder, config, require_dtype(dtype), progress)
-        return TorchModelRunner(DecoderModel(config, weights, CpuArithmetic()), dtype, num_blocks, block_size)
+        weights = load_weights(folder, config, require_dtype(dtype), progress, shard)
+        model = DecoderModel(shard.config(config), weights, CpuArithmetic(), gather)
+        return TorchModelRunner(model, dtype, num_blocks, block_size, pool)
 
     @property
     def kv_pool(self) -> torch.Tensor:
-        """See ModelRunner."""
+        """[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim], contiguous: a block is one run of bytes."""
         return self._kv_pool
+
+    @property
+    def kv_pools(self) -> tuple[torch.Tensor, ...]:
+        """See ModelRunner."""
+        return (self._kv_pool,)
 
     def run(self, plan: StepPlan) -> list[tuple[Answer, ...]]:
         """See ModelRunner."""
         copy_blocks(self._kv_pool, plan.copies)
         with torch.inference_mode():
             return plan.by_slice(draw(self.logits(plan), plan.samples))
+
+    def follow(self, plan: StepPlan) -> None:
+        """See ShardRunner."""
+        copy_blocks(self._kv_pool, plan.copies)
+        self.logits(plan)
 
     def logits(self, plan: StepPlan) -> torch.Tensor:
         """Compute a step, without its copies; next-token logits for each of its samples, in order.
@@ -108,6 +126,15 @@ class TorchModelRunner:
             context_lens=tuple(item.end for item in slices),
             block_tables=tables,
         )
+
+
+def make_pool(config: ModelConfig, dtype: str, num_blocks: int, block_size: int) -> torch.Tensor:
+    """As `TorchModelRunner.kv_pool`. Zeroed: a masked lane multiplies stale contents by 0, and 0 x NaN is NaN.
+
+    Raises: BadRequest: on `dtype`.
+    """
+    shape = (num_blocks, config.num_layers, 2, config.num_kv_heads, block_size, config.head_dim)
+    return torch.zeros(shape, dtype=require_dtype(dtype))
 
 
 def _sampled_rows(slices: Sequence[SequenceSlice]) -> torch.Tensor:

@@ -1,7 +1,8 @@
 """Reads a model's weights from safetensors, one file or sharded, in Hugging Face form.
 
 Matrices may lie there as floats or as quantised blocks (engine/quantisation.py). `load_weights` makes floats of all;
-`load_stored_weights` leaves blocks as they are.
+`load_stored_weights` leaves blocks as they are. Where ranks share a model (engine/parallel/shard.py), `load_weights`
+keeps one rank's rows of every matrix, and the whole embedding.
 """
 
 from __future__ import annotations
@@ -9,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Generic, TypeVar
+from typing import Final, Generic, TypeVar, cast
 
 import torch
 
 from engine.model_config import ModelConfig
+from engine.parallel.shard import WHOLE, Shard
 from engine.quantisation import Matrix, stack
 from engine.tensor_files import TensorFiles
 
@@ -22,6 +24,7 @@ HEAD: Final = "lm_head.weight"
 QKV: Final = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
 M = TypeVar("M", bound=Matrix)
+Rows = TypeVar("Rows", bound=Matrix)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,15 +67,20 @@ StoredWeights = Weights[Matrix]
 
 
 def load_weights(
-    folder: Path, config: ModelConfig, dtype: torch.dtype, progress: Callable[[str], None] = lambda _line: None
+    folder: Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    progress: Callable[[str], None] = lambda _line: None,
+    shard: Shard = WHOLE,
 ) -> ModelWeights:
     """Read, check and stack the weights as floats; files are mapped, so that tensors of the wanted dtype cost no copy.
 
+    config: the whole model's.
     Raises: BadModel: a file or tensor is missing, a tensor is left over, has a wrong shape, dtype or kind, or holds NaN
         or infinity; all wrong forms are named at once.
     """
     tensors = TensorFiles(folder)
-    return _Reader[torch.Tensor](tensors, config, dtype, tensors.read, torch.cat).read_all(progress)
+    return _Reader[torch.Tensor](tensors, config, dtype, tensors.read, torch.cat, shard).read_all(progress)
 
 
 def load_stored_weights(
@@ -114,6 +122,7 @@ class _Reader(Generic[M]):
         dtype: torch.dtype,
         read: Callable[[str, torch.dtype], M],
         join: Callable[[list[M]], M],
+        shard: Shard = WHOLE,
     ) -> None:
         tensors.check(_expected_shapes(config), _unread_shapes(config))
         self._tensors = tensors
@@ -121,6 +130,7 @@ class _Reader(Generic[M]):
         self._dtype = dtype
         self._read: Callable[[str, torch.dtype], M] = read
         self._join: Callable[[list[M]], M] = join
+        self._shard = shard
 
     def read_all(self, progress: Callable[[str], None]) -> Weights[M]:
         embedding = self._read(EMBEDDING, self._dtype)
@@ -132,21 +142,28 @@ class _Reader(Generic[M]):
 
     def _layer(self, prefix: str) -> Layer[M]:
         config = self._config
-        biases = [self._vector(f"{prefix}{name}.bias") for name in QKV] if config.attention_bias else None
+        biases = [self._rows(self._vector(f"{prefix}{name}.bias")) for name in QKV] if config.attention_bias else None
         return Layer(
             attention_norm=self._vector(f"{prefix}input_layernorm.weight"),
             qkv=self._stacked(f"{prefix}{name}.weight" for name in QKV),
-            output=self._read(f"{prefix}self_attn.o_proj.weight", self._dtype),
+            output=self._rows(self._read(f"{prefix}self_attn.o_proj.weight", self._dtype)),
             feed_forward_norm=self._vector(f"{prefix}post_attention_layernorm.weight"),
             gate_up=self._stacked(f"{prefix}mlp.{name}_proj.weight" for name in ("gate", "up")),
-            down=self._read(f"{prefix}mlp.down_proj.weight", self._dtype),
+            down=self._rows(self._read(f"{prefix}mlp.down_proj.weight", self._dtype)),
             qkv_bias=torch.cat(biases) if biases else None,
             query_norm=self._vector(f"{prefix}self_attn.q_norm.weight") if config.qk_norm else None,
             key_norm=self._vector(f"{prefix}self_attn.k_norm.weight") if config.qk_norm else None,
         )
 
     def _stacked(self, names: Iterable[str]) -> M:
-        return self._join([self._read(name, self._dtype) for name in names])
+        return self._join([self._rows(self._read(name, self._dtype)) for name in names])
+
+    def _rows(self, matrix: Rows) -> Rows:
+        """The rank's."""
+        if self._shard.size == 1:
+            return matrix
+        assert isinstance(matrix, torch.Tensor)  # who holds blocks computes alone
+        return cast(Rows, matrix[self._shard.rows(len(matrix))])
 
     def _vector(self, name: str) -> torch.Tensor:
         return self._tensors.read(name, torch.float32)
@@ -154,11 +171,11 @@ class _Reader(Generic[M]):
     def _head(self, embedding: M) -> M:
         """Raises: BadModel: a tied head lies in the files all the same, and differs from the embedding."""
         if not self._config.tied_embeddings:
-            return self._read(HEAD, torch.float32)
+            return self._rows(self._read(HEAD, torch.float32))
         if self._tensors.has(HEAD):
             self._tensors.require_equal(HEAD, EMBEDDING)
         is_rounded = isinstance(embedding, torch.Tensor) and embedding.dtype != torch.float32
-        return self._read(EMBEDDING, torch.float32) if is_rounded else embedding
+        return self._rows(self._read(EMBEDDING, torch.float32) if is_rounded else embedding)
 
 
 def _expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

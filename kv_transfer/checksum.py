@@ -21,19 +21,25 @@ class BlockChecksums:
     def __init__(self, pool: MemoryPool) -> None:
         if pool.memory_kind != "DRAM":
             raise InvariantBroken(f"checksums of a pool in {pool.memory_kind}")
-        self._bytes = memoryview((ctypes.c_uint8 * pool.total_bytes).from_address(pool.base_address))
-        self._block_bytes = pool.block_bytes
+        self._runs = [
+            memoryview((ctypes.c_uint8 * pool.run_bytes).from_address(address)) for address in pool.base_addresses
+        ]
+        self._part_bytes = pool.part_bytes
 
     def of(self, blocks: Sequence[int]) -> tuple[int, ...]:
         """One a block, in order; each in [0, 2**64)."""
-        return tuple(xxhash.xxh3_64_intdigest(self._block(block)) for block in blocks)
+        return tuple(self._digest(block) for block in blocks)
 
     def num_intact(self, blocks: Sequence[int], checksums: Sequence[int]) -> int:
         """How many leading blocks have these checksums."""
         for index, (block, checksum) in enumerate(zip(blocks, checksums, strict=False)):
-            if xxhash.xxh3_64_intdigest(self._block(block)) != checksum:
+            if self._digest(block) != checksum:
                 return index
         return min(len(blocks), len(checksums))
 
-    def _block(self, block: int) -> memoryview:
-        return self._bytes[block * self._block_bytes : (block + 1) * self._block_bytes]
+    def _digest(self, block: int) -> int:
+        """Of its parts, one after the other."""
+        digest = xxhash.xxh3_64()
+        for run in self._runs:
+            digest.update(run[block * self._part_bytes : (block + 1) * self._part_bytes])
+        return digest.intdigest()

@@ -107,10 +107,10 @@ class InProcessTransport:
             identity=identity,
             transport=TRANSPORT_NAME,
             transport_version=TRANSPORT_VERSION,
-            base_address=pool.base_address,
+            base_addresses=pool.base_addresses,
             block_bytes=pool.block_bytes,
             num_blocks=pool.num_blocks,
-            device_id=pool.device_id,
+            device_ids=pool.device_ids,
             memory_kind=pool.memory_kind,
             agent_metadata=b"",
         )
@@ -180,13 +180,13 @@ class InProcessTransport:
 
     def _receive(self, operation: _Operation) -> None:
         """Copy, then tell: the notice never comes before its bytes."""
-        source, block_bytes = operation.source, self._pool.block_bytes
+        source, part_bytes = operation.source, self._pool.part_bytes
+        runs = list(zip(source._pool.base_addresses, self._pool.base_addresses, strict=True))
         for source_block, target_block in zip(operation.source_blocks, operation.target_blocks, strict=True):
-            ctypes.memmove(
-                self._pool.base_address + target_block * block_bytes,
-                source._pool.base_address + source_block * block_bytes,
-                block_bytes,
-            )
+            for source_run, target_run in runs:
+                ctypes.memmove(
+                    target_run + target_block * part_bytes, source_run + source_block * part_bytes, part_bytes
+                )
         self._stats.notices_received += 1
         if self._on_notice is None:
             self._early_notices.append((source.ref, operation.notice))

@@ -23,7 +23,7 @@ from core.identity import CacheIdentity
 from core.membership import WorkerRef
 from kv_transfer.doorbell import Doorbell
 from kv_transfer.nixl_engine import NixlEngine
-from kv_transfer.nixl_library import TRANSPORT_VERSION, load_nixl
+from kv_transfer.nixl_library import TRANSPORT_VERSION, block_indices, load_nixl
 from kv_transfer.nixl_operation import Completion
 from kv_transfer.nixl_probe import LANE_LOOPBACK, NUM_PROBES, Envelope, Probe, infer_path, network_bytes_sent, this_host
 from kv_transfer.nixl_thread import NixlThread
@@ -82,7 +82,7 @@ class NixlTransport:
             if pool.memory_kind != "DRAM":
                 raise InvariantBroken("a VRAM pool needs a scratch region of the same device")
             self._scratch_memory = np.ones(self._config.probe_bytes, dtype=np.uint8)
-            scratch = MemoryPool(self._scratch_memory.ctypes.data, 1, self._config.probe_bytes)
+            scratch = MemoryPool((self._scratch_memory.ctypes.data,), 1, self._config.probe_bytes)
         self._scratch = scratch
         self._connections: dict[WorkerRef, _Connection] = {}
         self._connecting: dict[WorkerRef, asyncio.Task[PeerLink]] = {}
@@ -94,8 +94,8 @@ class NixlTransport:
         self._doorbell = Doorbell(self._config.address)
         self._thread = NixlThread(self._open_engine, self._doorbell, self._config.periods)
         envelope = Envelope(
-            scratch.base_address,
-            scratch.total_bytes,
+            scratch.base_addresses[0],
+            scratch.run_bytes,
             this_host(),
             self._doorbell.address,
             self._thread.engine.metadata(),
@@ -105,10 +105,10 @@ class NixlTransport:
             identity=identity,
             transport=TRANSPORT_NAME,
             transport_version=TRANSPORT_VERSION,
-            base_address=pool.base_address,
+            base_addresses=pool.base_addresses,
             block_bytes=pool.block_bytes,
             num_blocks=pool.num_blocks,
-            device_id=pool.device_id,
+            device_ids=pool.device_ids,
             memory_kind=pool.memory_kind,
             agent_metadata=envelope.encode(),
         )
@@ -149,7 +149,9 @@ class NixlTransport:
         if not source_blocks:
             await self.notify(peer, notice)
             return
-        source, target = np.array(source_blocks, dtype=np.int32), np.array(target_blocks, dtype=np.int32)
+        num_runs = len(self._pool.base_addresses)
+        source = block_indices(source_blocks, self._pool.num_blocks, num_runs)
+        target = block_indices(target_blocks, connection.num_blocks, num_runs)
         await self._thread.submit(lambda engine, done: engine.write(peer, source, target, notice, done))
 
     async def notify(self, peer: WorkerRef, notice: bytes) -> None:
@@ -179,7 +181,7 @@ class NixlTransport:
         await self._call(lambda engine: engine.add_peer(peer.ref, envelope.metadata, pool, scratch, envelope.bell))
         try:
             async with asyncio.timeout(self._config.connect_timeout_s):
-                link = await self._warm(peer.ref, scratch.total_bytes, envelope.host == this_host())
+                link = await self._warm(peer.ref, scratch.run_bytes, envelope.host == this_host())
             # Before the engine may report its loss, so that the loss finds it.
             self._connections[peer.ref] = _Connection(link, peer.num_blocks)
             await self._call(lambda engine: engine.announce(peer.ref))
@@ -194,7 +196,7 @@ class NixlTransport:
 
     async def _warm(self, peer: WorkerRef, scratch_bytes: int, same_host: bool) -> PeerLink:
         """Set the connection up by a first small write, then time some large ones."""
-        num_bytes = min(self._scratch.total_bytes, scratch_bytes)
+        num_bytes = min(self._scratch.run_bytes, scratch_bytes)
         await self._probe(peer, min(_WARM_BYTES, num_bytes))
         lane, gbps = infer_path(same_host, num_bytes, [await self._probe(peer, num_bytes) for _ in range(NUM_PROBES)])
         if lane == LANE_LOOPBACK:

@@ -17,20 +17,15 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Final
 
-import numpy as np
-from numpy.typing import NDArray
-
 from core.errors import PeerRefused, TransferFailed, WorkerLost
 from core.membership import WorkerRef
 from kv_transfer.doorbell import BellAddress
-from kv_transfer.nixl_library import LOCAL_SIDE, NixlLibrary, prepare_blocks, register_region
+from kv_transfer.nixl_library import LOCAL_SIDE, Indices, NixlLibrary, prepare_blocks, register_region
 from kv_transfer.nixl_operation import Completion, Operation, Peer
 from kv_transfer.pool import MemoryPool
 from kv_transfer.stats import TransportStats
 
 logger = logging.getLogger(__name__)
-
-Indices = NDArray[np.int32]
 
 # Every notification starts with one of these; NIXL would send none for an empty notice.
 _NOTICE: Final = b"N"
@@ -73,7 +68,7 @@ class NixlEngine:
         self._operations: list[Operation] = []
         self._drain_waiters: list[Completion] = []
         self.stats = TransportStats()
-        self._registered = [register_region(self._agent, region) for region in (pool, scratch)]
+        self._registered = [*register_region(self._agent, pool), *register_region(self._agent, scratch)]
         self._blocks = prepare_blocks(self._agent, LOCAL_SIDE, pool)
 
     @property
@@ -108,7 +103,7 @@ class NixlEngine:
             self._peers[ref] = Peer(ref, prepare_blocks(self._agent, name, pool), scratch, bell)
         except self._library.errors as error:
             self._agent.remove_remote_agent(name)
-            raise PeerRefused("base_address", "a registered pool", f"{type(error).__name__}: {error}") from error
+            raise PeerRefused("base_addresses", "a registered pool", f"{type(error).__name__}: {error}") from error
         except PeerRefused:
             self._agent.remove_remote_agent(name)
             raise
@@ -118,9 +113,9 @@ class NixlEngine:
         self._usable(ref).announced = True
 
     def write(
-        self, ref: WorkerRef, source_blocks: Indices, target_blocks: Indices, notice: bytes, done: Completion
+        self, ref: WorkerRef, source_indices: Indices, target_indices: Indices, notice: bytes, done: Completion
     ) -> None:
-        """Post a push; `done` resolves to the seconds it took. Block ids were checked by the caller.
+        """Post a push; `done` resolves to the seconds it took. Indices of descriptors were checked by the caller.
 
         One descriptor a block, adjacent blocks not merged: at 720 KiB a block and 8 to 256 adjacent blocks, merging
         made -15 to +2 % over CMA and -15 to +10 % over TCP, which is noise, and needs unprepared lists.
@@ -128,18 +123,20 @@ class NixlEngine:
         peer = self._usable(ref)
         try:
             handle = self._agent.make_prepped_xfer(
-                "WRITE", self._blocks, source_blocks, peer.blocks, target_blocks, _NOTICE + notice
+                "WRITE", self._blocks, source_indices, peer.blocks, target_indices, _NOTICE + notice
             )
         except self._library.errors as error:
             self.stats.failed += 1
             raise TransferFailed(f"push to {ref} not posted: {type(error).__name__}: {error}") from error
-        self._post(peer, handle, done, payload_bytes=len(source_blocks) * self._pool.block_bytes)
+        self._post(peer, handle, done, payload_bytes=len(source_indices) * self._pool.part_bytes)
 
     def probe(self, ref: WorkerRef, num_bytes: int, done: Completion) -> None:
         """Write `num_bytes` of scratch to the peer's, without a notification; `done` resolves to seconds."""
         peer = self._usable(ref)
         sides = [
-            self._agent.get_xfer_descs([(region.base_address, num_bytes, region.device_id)], region.memory_kind)
+            self._agent.get_xfer_descs(
+                [(region.base_addresses[0], num_bytes, region.device_ids[0])], region.memory_kind
+            )
             for region in (self._scratch, peer.scratch)
         ]
         try:

@@ -9,14 +9,18 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
 from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kv_transfer.pool import MemoryPool
+
+Indices = NDArray[np.int32]
 
 LOCAL_SIDE: Final = "NIXL_INIT_AGENT"
 TRANSPORT_VERSION: Final = importlib.metadata.version("nixl-cu13")
@@ -87,14 +91,28 @@ def load_nixl(memory_kind: str, interface: str | None = None) -> NixlLibrary:
     return NixlLibrary(api, tuple(getattr(bindings, name) for name in _ERROR_NAMES))
 
 
-def register_region(agent: Any, region: MemoryPool) -> Any:
-    """Let peers write to a region. Host memory is not pinned for TCP and CMA; for RDMA and CUDA it is."""
-    row = (region.base_address, region.total_bytes, region.device_id, "")
-    return agent.register_memory([row], region.memory_kind)
+def register_region(agent: Any, region: MemoryPool) -> list[Any]:
+    """Let peers write to a region. Host memory is not pinned for TCP and CMA; for RDMA and CUDA it is.
+
+    A registration each run: UCX takes the GPU's context from the call (github.com/ai-dynamo/nixl/issues/222)."""
+    runs = zip(region.base_addresses, region.device_ids, strict=True)
+    return [
+        agent.register_memory([(address, region.run_bytes, device_id, "")], region.memory_kind)
+        for address, device_id in runs
+    ]
 
 
 def prepare_blocks(agent: Any, side: str, pool: MemoryPool) -> Any:
-    """One descriptor a block, of our pool (LOCAL_SIDE) or of a peer's (its agent's name), as a single strided row:
-    a thousand times cheaper than a row a block."""
-    row = [pool.base_address, pool.block_bytes, pool.device_id, pool.block_bytes, pool.num_blocks]
-    return agent.prep_xfer_dlist(side, np.array([row], dtype=np.uint64), pool.memory_kind)
+    """One descriptor a block and run, of our pool (LOCAL_SIDE) or of a peer's (its agent's name), as a strided row for
+    each run: a thousand times cheaper than a row a block. `block_indices` says which is which."""
+    rows = [
+        [address, pool.part_bytes, device_id, pool.part_bytes, pool.num_blocks]
+        for address, device_id in zip(pool.base_addresses, pool.device_ids, strict=True)
+    ]
+    return agent.prep_xfer_dlist(side, np.array(rows, dtype=np.uint64), pool.memory_kind)
+
+
+def block_indices(blocks: Sequence[int], num_blocks: int, num_runs: int) -> Indices:
+    """Of the descriptors of `blocks` in a pool of `num_blocks`: run after run."""
+    run_starts = np.arange(num_runs, dtype=np.int32) * num_blocks
+    return np.add.outer(run_starts, np.array(blocks, dtype=np.int32)).ravel()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Final
@@ -61,9 +61,7 @@ class Envelope:
         return cls(address, num_bytes, host, (bell, port), data[metadata_at:])
 
     def scratch_of(self, peer: PoolDescription) -> MemoryPool:
-        return replace(
-            MemoryPool.of(peer), base_address=self.scratch_address, num_blocks=1, block_bytes=self.scratch_bytes
-        )
+        return MemoryPool((self.scratch_address,), 1, self.scratch_bytes, peer.memory_kind, peer.device_ids[:1])
 
 
 @cache

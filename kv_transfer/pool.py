@@ -14,27 +14,33 @@ MEMORY_KINDS: Final = ("DRAM", "VRAM")
 
 @dataclass(frozen=True, slots=True)
 class MemoryPool:
-    """The memory of a worker's KV blocks: one contiguous run, owned by the caller for the transport's life."""
+    """The memory of a worker's KV blocks, owned by the caller for the transport's life: one contiguous run for each
+    rank that computes with the worker. A block has an equal part in each, at the same place."""
 
-    base_address: int
+    base_addresses: tuple[int, ...]
     num_blocks: int
-    block_bytes: int
+    block_bytes: int  # of all its parts
     memory_kind: str = "DRAM"  # one of MEMORY_KINDS
-    device_id: int = 0  # GPU index; 0 for DRAM
+    device_ids: tuple[int, ...] = (0,)  # of each run: GPU index; 0 for DRAM
 
     @property
-    def total_bytes(self) -> int:
-        return self.num_blocks * self.block_bytes
+    def part_bytes(self) -> int:
+        """Of a block, in one run."""
+        return self.block_bytes // len(self.base_addresses)
+
+    @property
+    def run_bytes(self) -> int:
+        return self.num_blocks * self.part_bytes
 
     @classmethod
     def of(cls, description: PoolDescription) -> MemoryPool:
         """The pool that a peer says it has."""
         return cls(
-            base_address=description.base_address,
+            base_addresses=description.base_addresses,
             num_blocks=description.num_blocks,
             block_bytes=description.block_bytes,
             memory_kind=description.memory_kind,
-            device_id=description.device_id,
+            device_ids=description.device_ids,
         )
 
 
@@ -46,6 +52,11 @@ def require_compatible(ours: PoolDescription, theirs: PoolDescription) -> None:
         _require_same(name, getattr(ours, name), getattr(theirs, name))
     ours.identity.require_equal(theirs.identity)
     _require_same("block_bytes", ours.block_bytes, theirs.block_bytes)
+    for name in (
+        "base_addresses",
+        "device_ids",
+    ):  # how many ranks there are is in the identity; this must be true to it
+        _require_same(name, len(ours.base_addresses), len(getattr(theirs, name)))
     if theirs.memory_kind not in MEMORY_KINDS:
         raise PeerRefused("memory_kind", MEMORY_KINDS, theirs.memory_kind)
 

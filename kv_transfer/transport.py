@@ -24,10 +24,10 @@ class PoolDescription:
     identity: CacheIdentity
     transport: str  # backend name: "nixl"
     transport_version: str  # must match exactly: mixed NIXL versions crash each other (docs/adr)
-    base_address: int
+    base_addresses: tuple[int, ...]  # of each rank's memory: kv_transfer.pool.MemoryPool
     block_bytes: int
     num_blocks: int
-    device_id: int
+    device_ids: tuple[int, ...]
     memory_kind: str  # "DRAM" or "VRAM"
     agent_metadata: bytes
 

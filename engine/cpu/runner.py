@@ -94,6 +94,11 @@ class CpuModelRunner:
         The order inside a page is `kv_layout`'s."""
         return self._kv_pool
 
+    @property
+    def kv_pools(self) -> tuple[torch.Tensor, ...]:
+        """See ModelRunner."""
+        return (self._kv_pool,)
+
     def run(self, plan: StepPlan) -> list[tuple[Answer, ...]]:
         """See ModelRunner."""
         copy_blocks(self._kv_pool, plan.copies)

@@ -31,7 +31,8 @@ from engine.gpu.step_layout import GraphSizes, StepLayout, decode_buckets, lay_o
 from engine.gpu.weights import to_device
 from engine.model_config import ModelConfig
 from engine.models.arithmetic import Arithmetic
-from engine.models.decoder import DecoderModel
+from engine.models.decoder import DecoderModel, Gather, alone
+from engine.parallel.shard import WHOLE, Shard
 from engine.runner import copy_blocks
 from engine.sampler import draw
 from engine.slice_check import require_inside
@@ -63,11 +64,14 @@ class GpuModelRunner:
         arithmetic: DeviceArithmetic,
         *,
         max_graph_sequences: int = MAX_GRAPH_SEQUENCES,
+        pool: torch.Tensor | None = None,
+        gather: Gather = alone,
     ) -> None:
         """Use `load`; this is for other devices and kernels.
 
-        weights: on any device, in `dtype`. make_attention: gets the KV pool.
-        max_graph_sequences: 0 for none.
+        config, weights: a rank's, or the whole model's; weights on any device, in `dtype`.
+        make_attention: gets the KV pool. max_graph_sequences: 0 for none.
+        pool: see `make_pool`; None: a new one. gather: see DecoderModel.
         """
         self.config = config
         self.dtype = dtype
@@ -76,17 +80,16 @@ class GpuModelRunner:
         self.geometry = config.kv_geometry(block_size, DTYPES[dtype].itemsize)
         self._device = device
         self._num_blocks = num_blocks
-        # Zeroed, because stale contents must be finite; one block more, for what padding rows write.
-        shape = (num_blocks + 1, config.num_layers, 2, block_size, config.num_kv_heads, config.head_dim)
         with device.stream():
-            self._pool = torch.zeros(shape, dtype=DTYPES[dtype], device=device.torch_device)
+            place = device.torch_device
+            self._pool = make_pool(config, dtype, num_blocks, block_size, place) if pool is None else pool
         attention = make_attention(self._pool)
         self._attention = attention
         self.numeric_class = f"{attention.name}-{device.name}-{dtype}-{arithmetic.name}"
         table_width = min(num_blocks, -(-config.max_context_tokens // block_size))
         self.graph_sizes = GraphSizes(decode_buckets(max_graph_sequences) if max_graph_sequences else (), table_width)
         with device.stream(), torch.inference_mode():
-            self._model = DecoderModel(config, to_device(weights, device.torch_device), arithmetic)
+            self._model = DecoderModel(config, to_device(weights, device.torch_device), arithmetic, gather)
             self.graphs = DecodeGraphs(device, self._model, attention, self.graph_sizes, block_size, num_blocks)
             self._warm_up()
             device.finish()
@@ -99,8 +102,13 @@ class GpuModelRunner:
         block_size: int = 16,
         progress: Callable[[str], None] = lambda _line: None,
         gpu_index: int = 0,
+        shard: Shard = WHOLE,
+        pool: torch.Tensor | None = None,
+        gather: Gather = alone,
     ) -> GpuModelRunner:
         """Read a model folder onto a GPU, counted round among those that torch sees, and make a pool there.
+
+        shard, pool, gather: of one rank, where ranks share the model (engine/parallel/).
 
         TANDEM_ATTENTION (engine/gpu/attention.py) and TANDEM_EXACT, "1" or "0", are read from the environment.
 
@@ -110,18 +118,26 @@ class GpuModelRunner:
         exact = _exact()
         config = ModelConfig.load(folder)
         device = CudaDevice(gpu_index)
-        make_attention = attention_for(device, config, dtype, block_size, exact)
-        weights = load_weights(folder, config, torch_dtype, progress)
+        part = shard.config(config)
+        make_attention = attention_for(device, part, dtype, block_size, exact)
+        weights = load_weights(folder, config, torch_dtype, progress, shard)
         progress("capturing decode graphs")
         from engine.gpu.arithmetic import ExactArithmetic, GpuArithmetic  # Triton need not be there for other engines
 
         arithmetic = ExactArithmetic() if exact else GpuArithmetic()
-        return GpuModelRunner(config, weights, dtype, num_blocks, block_size, device, make_attention, arithmetic)
+        return GpuModelRunner(
+            part, weights, dtype, num_blocks, block_size, device, make_attention, arithmetic, pool=pool, gather=gather
+        )
 
     @property
     def kv_pool(self) -> torch.Tensor:
         """[num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim], contiguous: a block is one run of bytes."""
         return self._pool[: self._num_blocks]
+
+    @property
+    def kv_pools(self) -> tuple[torch.Tensor, ...]:
+        """See ModelRunner."""
+        return (self.kv_pool,)
 
     def run(self, plan: StepPlan) -> list[tuple[Answer, ...]]:
         """See ModelRunner."""
@@ -130,6 +146,13 @@ class GpuModelRunner:
             drawn = _draw(self._compute(plan), plan.samples)
             self._device.finish()
         return plan.by_slice(drawn)
+
+    def follow(self, plan: StepPlan) -> None:
+        """See ShardRunner."""
+        with self._device.stream(), torch.inference_mode():
+            copy_blocks(self.kv_pool, plan.copies)
+            self._compute(plan)
+            self._device.finish()
 
     def logits(self, plan: StepPlan) -> torch.Tensor:
         """Compute a step, without its copies; next-token logits for each of its samples, in order.
@@ -171,6 +194,13 @@ class GpuModelRunner:
 
     def _upload(self, values: array[int]) -> torch.Tensor:
         return self._device.stage(values).to(self._device.torch_device, non_blocking=True)
+
+
+def make_pool(config: ModelConfig, dtype: str, num_blocks: int, block_size: int, device: torch.device) -> torch.Tensor:
+    """As `GpuModelRunner.kv_pool`, and one block more, for what padding rows write. Zeroed: stale contents must be
+    finite."""
+    shape = (num_blocks + 1, config.num_layers, 2, block_size, config.num_kv_heads, config.head_dim)
+    return torch.zeros(shape, dtype=DTYPES[dtype], device=device)
 
 
 def _draw(output: StepOutput, specs: Sequence[RowSpec]) -> Sequence[Answer]:

@@ -56,6 +56,7 @@ class CpuArithmetic:
         return torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
 
     def gate(self, gated: torch.Tensor) -> torch.Tensor:
-        """See Arithmetic."""
+        """See Arithmetic. Gates are laid into one run of memory: torch computes what lies behind a run's last whole
+        vector by another function, so in runs as wide as a row bits would depend on how many ranks share it."""
         gate, up = gated.float().chunk(2, dim=-1)
-        return functional.silu(gate, inplace=True).mul_(up)
+        return functional.silu(gate.contiguous(), inplace=True).mul_(up)

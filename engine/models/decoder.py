@@ -2,12 +2,15 @@
 
 What a family adds to query, key and value heads (engine/models/family.py) is there where its layers have the weights
 for it. Residual stream, biases, norms, rotation, softmax and logits are float32 in either weight dtype; matrix products
-run in the weights' dtype.
+run in the weights' dtype. Where ranks share a model, each has some rows of every matrix, and `gather` makes activations
+whole before a product needs them.
 Source: Llama, arXiv:2302.13971; RoPE, arXiv:2104.09864 (halves rotated, as Hugging Face stores it); normalised heads,
 arXiv:2302.05442.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 
@@ -17,14 +20,25 @@ from engine.models.arithmetic import Arithmetic
 from engine.rope import rotary_tables
 from engine.weights import LayerWeights, ModelWeights
 
+# [num_rows, columns] of each rank to [num_rows, all columns], the same on all (engine/parallel/group.py).
+Gather = Callable[[torch.Tensor], torch.Tensor]
 Angles = tuple[torch.Tensor, torch.Tensor]  # cosine and sine of each token's, [num_tokens, head_dim / 2], float32
+
+
+def alone(part: torch.Tensor) -> torch.Tensor:
+    """The Gather of one rank."""
+    return part
 
 
 class DecoderModel:
     """Weights and forward pass of one model, on the weights' device. Holds no KV: attention comes with each step."""
 
-    def __init__(self, config: ModelConfig, weights: ModelWeights, arithmetic: Arithmetic) -> None:
+    def __init__(
+        self, config: ModelConfig, weights: ModelWeights, arithmetic: Arithmetic, gather: Gather = alone
+    ) -> None:
+        """config, weights: a rank's (engine/parallel/shard.py), or the whole model's."""
         self.config = config
+        self._gather = gather
         self._weights = weights
         self._arithmetic = arithmetic
         device = weights.embedding.device
@@ -50,7 +64,7 @@ class DecoderModel:
         if not len(rows):  # the head is a quarter of the weights: not for nothing
             return residual.new_empty((0, self.config.vocab_size))
         hidden = self._norm(self._pad_rows(residual[rows]), self._weights.final_norm)
-        return self._arithmetic.linear(hidden, self._weights.head)[: len(rows)]
+        return self._gather(self._arithmetic.linear(hidden, self._weights.head)[: len(rows)])
 
     def _attention(
         self,
@@ -66,7 +80,8 @@ class DecoderModel:
         kv_dtype = layer.qkv.dtype
         attention.write_kv(index, self._arithmetic.rotate(keys, *angles).to(kv_dtype), values.to(kv_dtype))
         attended = attention.attend(index, self._arithmetic.rotate(queries, *angles))
-        return self._arithmetic.linear(self._pad_rows(attended.view(num_tokens, -1)), layer.output)
+        rows = self._gather(attended.view(num_tokens, -1).to(kv_dtype))
+        return self._gather(self._arithmetic.linear(self._pad_rows(rows), layer.output))
 
     def _heads(
         self, layer: LayerWeights, residual: torch.Tensor, num_tokens: int
@@ -87,7 +102,8 @@ class DecoderModel:
         """What to add to `residual`, [num_rows, hidden_size], in the weights' dtype."""
         arithmetic = self._arithmetic
         gated = arithmetic.linear(self._norm(residual, layer.feed_forward_norm), layer.gate_up)
-        return arithmetic.linear(arithmetic.gate(gated), layer.down)
+        rows = self._gather(arithmetic.gate(gated).to(layer.down.dtype))
+        return self._gather(arithmetic.linear(rows, layer.down))
 
     def _norm(self, rows: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         return self._arithmetic.norm(rows, scale, self.config.rms_norm_eps)

@@ -27,4 +27,10 @@ class FakeTensor:
     ("tensor", "kind", "device_id"), [(FakeTensor(False, -1), "DRAM", 0), (FakeTensor(True, 3), "VRAM", 3)]
 )
 def test_kind_and_device_are_the_tensors(tensor: FakeTensor, kind: str, device_id: int) -> None:
-    assert memory_of(tensor, num_blocks=8) == MemoryPool(0x7000, 8, 512, kind, device_id)
+    assert memory_of([tensor], num_blocks=8) == MemoryPool((0x7000,), 8, 512, kind, (device_id,))
+
+
+def test_a_block_of_several_ranks_is_their_parts_together() -> None:
+    assert memory_of([FakeTensor(True, 3), FakeTensor(True, 4)], num_blocks=8) == MemoryPool(
+        (0x7000, 0x7000), 8, 1024, "VRAM", (3, 4)
+    )

@@ -41,7 +41,7 @@ def pooled_sequences(
     runner: TorchModelRunner, prompts: Sequence[Sequence[int]], most_new_tokens: int, order: random.Random
 ) -> list[PooledSequence]:
     """Sequences with shuffled, disjoint blocks."""
-    free = list(range(runner.kv_pool.shape[0]))
+    free = list(range(len(runner.kv_pools[0])))
     order.shuffle(free)
     sequences = []
     for index, prompt in enumerate(prompts):

@@ -42,7 +42,7 @@ def open_end(worker_id: str, incarnation: str, fill: int, config: NixlConfig) ->
     memory = mmap.mmap(-1, NUM_BLOCKS * BLOCK_BYTES)  # a mapping of its own: gone with the array
     blocks = np.frombuffer(memory, dtype=np.uint8).reshape(NUM_BLOCKS, BLOCK_BYTES)
     blocks[:] = fill
-    pool = MemoryPool(blocks.ctypes.data, NUM_BLOCKS, BLOCK_BYTES)
+    pool = MemoryPool((blocks.ctypes.data,), NUM_BLOCKS, BLOCK_BYTES)
     return NixlTransport(WorkerRef(worker_id, incarnation), IDENTITY, pool, config), blocks
 
 

@@ -32,10 +32,10 @@ DESCRIPTION = PoolDescription(
     identity=CacheIdentity(1, "weights", "tokenizer", "float32", "layout", 16, 30, 3, 64, 2, "cpu-avx2"),
     transport="nixl",
     transport_version="1.5.1",
-    base_address=0x7FFF_FFFF_F000,
+    base_addresses=(0x7FFF_FFFF_F000, 0x7FFE_0000_0000),
     block_bytes=720 << 10,
     num_blocks=4096,
-    device_id=3,
+    device_ids=(3, 4),
     memory_kind="VRAM",
     agent_metadata=bytes(range(256)),
 )

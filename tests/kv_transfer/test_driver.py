@@ -6,6 +6,7 @@ import asyncio
 import time
 from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
 from transport_ends import End, Ends, until
 
@@ -46,7 +47,7 @@ def make_side(ends: Ends, worker_id: str, policy: LoadFailurePolicy, checks: boo
     def broken(error: BaseException) -> None:
         raise error
 
-    checksums = BlockChecksums(MemoryPool(end.blocks.ctypes.data, NUM_BLOCKS, BLOCK_BYTES)) if checks else None
+    checksums = BlockChecksums(MemoryPool((end.blocks.ctypes.data,), NUM_BLOCKS, BLOCK_BYTES)) if checks else None
     credit = PushCredit(BLOCK_BYTES, 4 * BLOCK_BYTES)
     driver = HandoffDriver(end.transport, sessions, time.monotonic, outcomes.append, broken, credit, pace, checksums)
     side = Side(end, pool, sessions, driver, outcomes)
@@ -154,4 +155,14 @@ async def test_a_push_that_waits_for_a_stopped_handoff_is_not_sent() -> None:
 
 def test_device_memory_is_not_read() -> None:
     with pytest.raises(InvariantBroken):
-        BlockChecksums(MemoryPool(1 << 20, 1, 4096, memory_kind="VRAM"))
+        BlockChecksums(MemoryPool((1 << 20,), 1, 4096, memory_kind="VRAM"))
+
+
+def test_a_checksum_is_of_all_parts_of_a_block() -> None:
+    runs = [np.arange(4 * 64, dtype=np.uint8).reshape(4, 64) for _ in range(2)]
+    addresses = tuple(run.ctypes.data for run in runs)
+    checksums = BlockChecksums(MemoryPool(addresses, 4, 128, device_ids=(0, 0)))
+    told = checksums.of([2, 1, 3])
+    assert checksums.num_intact([2, 1, 3], told) == 3
+    runs[1][1, 63] ^= 1
+    assert checksums.num_intact([2, 1, 3], told) == 1

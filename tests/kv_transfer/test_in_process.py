@@ -106,4 +106,4 @@ async def test_an_incarnation_is_used_once(ends: Ends) -> None:
     source = ends.make("prefill-0")
     identity = source.transport.describe().identity
     with pytest.raises(InvariantBroken):
-        InProcessTransport(ends.network, source.ref, identity, MemoryPool(0, 0, 1))
+        InProcessTransport(ends.network, source.ref, identity, MemoryPool((0,), 0, 1))

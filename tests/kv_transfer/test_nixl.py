@@ -75,11 +75,11 @@ async def test_scratch_that_is_not_registered_is_refused(ends: Ends) -> None:
 
 async def test_a_pool_outside_what_is_registered_is_refused(ends: Ends) -> None:
     source, target = ends.make("prefill-0"), ends.make("decode-0")
-    base_address = described(target).base_address
-    for claim in ({"num_blocks": 1 << 20}, {"base_address": base_address + 4096}, {"num_blocks": 0}):
+    [base_address] = described(target).base_addresses
+    for claim in ({"num_blocks": 1 << 20}, {"base_addresses": (base_address + 4096,)}, {"num_blocks": 0}):
         with pytest.raises(PeerRefused) as refused:
             await connect(source, target, **claim)
-        assert refused.value.field == "base_address"
+        assert refused.value.field == "base_addresses"
     await connect(source, target)
 
 
@@ -132,7 +132,7 @@ def test_leaving_without_close_does_not_abort() -> None:
 async def test_notices_before_listen_wait(ends: Ends) -> None:
     source = ends.make("prefill-0")
     blocks = np.zeros((4, 4096), dtype=np.uint8)
-    late = NixlTransport(WorkerRef("decode-0", "late"), IDENTITY, MemoryPool(blocks.ctypes.data, 4, 4096))
+    late = NixlTransport(WorkerRef("decode-0", "late"), IDENTITY, MemoryPool((blocks.ctypes.data,), 4, 4096))
     await source.transport.connect(late.describe())
     await source.transport.push(late.describe().ref, [0], [0], b"early")
     await until(lambda: late.stats().notices_received == 1)
@@ -195,4 +195,4 @@ async def test_a_failing_thread_fails_everything_that_waits(
 
 async def test_a_pool_of_device_memory_needs_scratch_there() -> None:
     with pytest.raises(InvariantBroken):
-        NixlTransport(WorkerRef("a", "b"), IDENTITY, MemoryPool(1 << 20, 1, 4096, memory_kind="VRAM"))
+        NixlTransport(WorkerRef("a", "b"), IDENTITY, MemoryPool((1 << 20,), 1, 4096, memory_kind="VRAM"))

@@ -38,6 +38,32 @@ async def test_bytes_arrive_where_asked_and_nowhere_else(ends: Ends) -> None:
     assert np.array_equal(source.blocks, before)
 
 
+async def test_a_block_of_two_ranks_moves_in_both_its_parts(ends: Ends) -> None:
+    source = ends.make("prefill-0", num_runs=2)
+    target = ends.make("decode-0", fill=255, num_blocks=16, num_runs=2)
+    for rank, run in enumerate(source.runs):
+        run[:] = np.arange(100 * rank, 100 * rank + len(run), dtype=np.uint8)[:, None]
+    await connect(source, target)
+    await source.transport.push(target.ref, [31, 4, 0], [0, 15, 3], b"")
+    await until(lambda: bool(target.notices))
+    for rank, run in enumerate(target.runs):
+        first_bytes = {0: 31 + 100 * rank, 15: 4 + 100 * rank, 3: 100 * rank}
+        expected = np.array([first_bytes.get(block, 255) for block in range(16)], dtype=np.uint8)
+        assert (run == expected[:, None]).all()
+    assert source.transport.stats().bytes_pushed == 3 * 4096
+
+
+async def test_peers_of_one_rank_and_of_two_are_refused_by_name(ends: Ends) -> None:
+    """Both ways to tell: what the identity says, and what the memory is, which must be true to it."""
+    source, target, two = ends.make("prefill-0"), ends.make("decode-0"), ends.make("decode-1", num_runs=2)
+    differing = replace(IDENTITY, tensor_parallel_size=2)
+    for end, difference, field in ((two, {"identity": differing}, "tensor_parallel_size"), (two, {}, "base_addresses")):
+        with pytest.raises(PeerRefused) as refused:
+            await connect(source, end, **difference)
+        assert refused.value.field == field
+    await connect(source, target)
+
+
 async def test_connecting_writes_no_page(ends: Ends) -> None:
     source, target = ends.make("prefill-0", fill=7), ends.make("decode-0", fill=9)
     link = await source.transport.connect(target.transport.describe())

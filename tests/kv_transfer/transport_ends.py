@@ -38,10 +38,15 @@ ONLY_WHEN_RUNG = PollingPeriods(idle_s=60.0)
 @dataclass
 class End:
     transport: Transport
-    blocks: np.ndarray  # [num_blocks, block_bytes], uint8
+    runs: list[np.ndarray]  # of each rank, [num_blocks, block_bytes / num_runs], uint8
     notices: list[tuple[WorkerRef, bytes]] = field(default_factory=list)
     lost: list[WorkerRef] = field(default_factory=list)
     on_notice: Callable[[bytes], None] = lambda _: None
+
+    @property
+    def blocks(self) -> np.ndarray:
+        """Of the first rank."""
+        return self.runs[0]
 
     @property
     def ref(self) -> WorkerRef:
@@ -68,9 +73,11 @@ class Ends:
     def make(
         self, worker_id: str, fill: int = 0, num_blocks: int = 32, block_bytes: int = 4096,
         connect_timeout_s: float = BOUND_S, listens: bool = True, periods: PollingPeriods = ONLY_WHEN_RUNG,
+        num_runs: int = 1,
     ) -> End:  # fmt: skip
-        blocks = np.full((num_blocks, block_bytes), fill, dtype=np.uint8)
-        pool = MemoryPool(blocks.ctypes.data, num_blocks, block_bytes)
+        runs = [np.full((num_blocks, block_bytes // num_runs), fill, dtype=np.uint8) for _ in range(num_runs)]
+        addresses = tuple(run.ctypes.data for run in runs)
+        pool = MemoryPool(addresses, num_blocks, block_bytes, device_ids=(0,) * num_runs)
         self._num_refs += 1
         ref = WorkerRef(worker_id, f"{id(self):x}-{self._num_refs}")
         transport: Transport
@@ -80,7 +87,7 @@ class Ends:
             transport = InProcessTransport(self.network, ref, IDENTITY, pool)
         if "faulty" in self.backend:
             transport = FaultyTransport(transport, self.faults)
-        end = End(transport, blocks)
+        end = End(transport, runs)
         if listens:
             end.listen()
         self._made.append(end)

@@ -185,7 +185,7 @@ class SoakWorker:
         self.memory = ChainMemory(self.pool, self.salts.__getitem__)
         self.memory.slots = PoolSlots(self.words)  # type: ignore[assignment]
         self.scheduler = Scheduler(SchedulerConfig(rng.choice([8, 16, 64]), 16), self.pool, LIMITS, b"id", no_watch)
-        region = MemoryPool(self.words.ctypes.data, NUM_BLOCKS, BLOCK_BYTES)
+        region = MemoryPool((self.words.ctypes.data,), NUM_BLOCKS, BLOCK_BYTES)
         self.transport = StrangeTransport(NixlTransport(ref, IDENTITY, region, NIXL), TransportFaults())
         pace = TransferPace(BLOCK_BYTES)
         policy = rng.choice(list(LoadFailurePolicy))

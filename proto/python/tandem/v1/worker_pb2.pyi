@@ -371,28 +371,28 @@ class HandshakeResponse(_message.Message):
     def __init__(self, peer: _Optional[_Union[PeerDescription, _Mapping]] = ...) -> None: ...
 
 class PeerDescription(_message.Message):
-    __slots__ = ("ref", "identity", "transport", "transport_version", "base_address", "block_bytes", "num_blocks", "device_id", "memory_kind", "agent_metadata")
+    __slots__ = ("ref", "identity", "transport", "transport_version", "block_bytes", "num_blocks", "memory_kind", "agent_metadata", "base_addresses", "device_ids")
     REF_FIELD_NUMBER: _ClassVar[int]
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_VERSION_FIELD_NUMBER: _ClassVar[int]
-    BASE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    DEVICE_ID_FIELD_NUMBER: _ClassVar[int]
     MEMORY_KIND_FIELD_NUMBER: _ClassVar[int]
     AGENT_METADATA_FIELD_NUMBER: _ClassVar[int]
+    BASE_ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_IDS_FIELD_NUMBER: _ClassVar[int]
     ref: WorkerRef
     identity: CacheIdentity
     transport: str
     transport_version: str
-    base_address: int
     block_bytes: int
     num_blocks: int
-    device_id: int
     memory_kind: str
     agent_metadata: bytes
-    def __init__(self, ref: _Optional[_Union[WorkerRef, _Mapping]] = ..., identity: _Optional[_Union[CacheIdentity, _Mapping]] = ..., transport: _Optional[str] = ..., transport_version: _Optional[str] = ..., base_address: _Optional[int] = ..., block_bytes: _Optional[int] = ..., num_blocks: _Optional[int] = ..., device_id: _Optional[int] = ..., memory_kind: _Optional[str] = ..., agent_metadata: _Optional[bytes] = ...) -> None: ...
+    base_addresses: _containers.RepeatedScalarFieldContainer[int]
+    device_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, ref: _Optional[_Union[WorkerRef, _Mapping]] = ..., identity: _Optional[_Union[CacheIdentity, _Mapping]] = ..., transport: _Optional[str] = ..., transport_version: _Optional[str] = ..., block_bytes: _Optional[int] = ..., num_blocks: _Optional[int] = ..., memory_kind: _Optional[str] = ..., agent_metadata: _Optional[bytes] = ..., base_addresses: _Optional[_Iterable[int]] = ..., device_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class CacheIdentity(_message.Message):
     __slots__ = ("schema_revision", "weights_digest", "tokenizer_digest", "kv_dtype", "kv_layout", "block_size", "num_layers", "num_kv_heads", "head_dim", "tensor_parallel_size", "numeric_class")

@@ -1,0 +1,157 @@
+"""The processes that compute with a worker, from the worker's side: rank 0, their leader.
+
+1. A thread starts them, each with its shard and its part of the KV pool, which the leader has allocated.
+2. Each joins the group, makes its runner, and says that it is ready.
+3. Each step: all are told the plan, compute it beside the leader, and say that their KV is written.
+4. The thread sees one end, or a step that takes too long: then all are killed, which ends whatever waits for them, and
+   the owner is told.
+5. They end with the thread, and so with the leader, however that ends: the kernel kills them (PR_SET_PDEATHSIG).
+"""
+
+from __future__ import annotations
+
+import atexit
+import math
+import multiprocessing
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+from typing import Final
+
+import torch
+
+from core.errors import RankLost
+from engine.parallel.rank import MakeShardRunner, serve_rank
+from engine.parallel.shard import Shard
+from engine.step import StepPlan
+
+NOTICE_S: Final = 1.0  # how long after a broken pipe or gather the thread may take to find out why
+
+
+class Ranks:
+    """Ranks 1 and up. `step` in one thread at a time.
+
+    Args:
+        make: makes each rank's runner, in its process; picklable.
+        pools: of all ranks, the leader's first; must outlive this.
+        meeting_file: see Group.
+        start_timeout_s, step_timeout_s: what takes longer is hung.
+        on_lost: told once, from a thread of ours, when a rank has ended or hung after the start.
+    """
+
+    def __init__(
+        self,
+        make: MakeShardRunner,
+        pools: Sequence[torch.Tensor],
+        meeting_file: str,
+        start_timeout_s: float,
+        step_timeout_s: float,
+        on_lost: Callable[[RankLost], None],
+    ) -> None:
+        self._step_timeout_s = step_timeout_s
+        self._on_lost = on_lost
+        self._lost: RankLost | None = None
+        self._started = False
+        self._noticed = threading.Event()
+        self._closing, self._close = multiprocessing.Pipe(duplex=False)
+        self._processes: list[SpawnProcess] = []
+        self._connections: list[Connection] = []
+        self._theirs: list[Connection] = []
+        context = multiprocessing.get_context("spawn")
+        for rank in range(1, len(pools)):
+            ours, theirs = context.Pipe()
+            arguments = (Shard(rank, len(pools)), make, pools[rank], meeting_file, start_timeout_s, theirs)
+            self._processes.append(context.Process(target=serve_rank, args=arguments, name=f"rank-{rank}", daemon=True))
+            self._connections.append(ours)
+            self._theirs.append(theirs)
+        self._deadline_s = time.monotonic() + start_timeout_s
+        self._thread = threading.Thread(target=self._own, name="rank-owner", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)  # before multiprocessing's own, which would wait for them
+
+    @contextmanager
+    def starting(self) -> Iterator[None]:
+        """Inside, the leader joins the group and makes its own runner. Over when every rank can compute.
+
+        Raises: RankLost.
+        """
+        with self._bounded():
+            yield
+            self._hear_all()
+        self._started = True
+
+    @contextmanager
+    def step(self, plan: StepPlan) -> Iterator[None]:
+        """Have the ranks compute `plan`; inside, the leader computes it too. Over when all have written their KV.
+
+        Raises: RankLost: from inside too, where the leader waited for a rank that is gone.
+        """
+        self._deadline_s = time.monotonic() + self._step_timeout_s
+        with self._bounded():
+            for connection in self._connections:
+                connection.send(plan)
+            yield
+            self._hear_all()
+
+    def close(self) -> None:
+        """Kill them and wait until they are gone. Idempotent."""
+        atexit.unregister(self.close)
+        self._close.close()
+        self._thread.join()
+
+    @contextmanager
+    def _bounded(self) -> Iterator[None]:
+        """Until the deadline; then the thread kills the ranks, and what waits for them fails."""
+        try:
+            yield
+        except (OSError, EOFError, RuntimeError):
+            if self._noticed.wait(NOTICE_S) and self._lost is not None:
+                raise self._lost from None
+            raise
+        self._deadline_s = math.inf
+
+    def _hear_all(self) -> None:
+        for connection in self._connections:
+            connection.recv()
+
+    def _own(self) -> None:
+        """The thread. It forks the ranks, so it must live as long as they do."""
+        try:
+            self._watch()
+        except Exception as error:  # a rank that cannot be started
+            self._lose(f"{type(error).__name__}: {error}")
+        for process in self._processes:
+            if process.pid is not None:
+                process.kill()
+                process.join()
+
+    def _watch(self) -> None:
+        for process, theirs in zip(self._processes, self._theirs, strict=True):
+            process.start()
+            theirs.close()  # so that its end is the end of the connection
+        rank_of = {process.sentinel: rank for rank, process in enumerate(self._processes, start=1)}
+        while True:
+            ended = wait([*rank_of, self._closing], timeout=min(1.0, self._step_timeout_s / 4))
+            if self._closing in ended:
+                return
+            if ended:
+                rank = min(rank for sentinel, rank in rank_of.items() if sentinel in ended)
+                self._processes[rank - 1].join()
+                self._lose(f"rank {rank} ended with exit code {self._processes[rank - 1].exitcode}")
+                return
+            if time.monotonic() > self._deadline_s:
+                self._lose("a rank hangs")
+                return
+
+    def _lose(self, problem: str) -> None:
+        """Killed first: whatever waits for them ends."""
+        for process in self._processes:
+            if process.pid is not None:
+                process.kill()
+        self._lost = RankLost(problem)
+        self._noticed.set()
+        if self._started:
+            self._on_lost(self._lost)

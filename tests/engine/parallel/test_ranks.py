@@ -1,0 +1,99 @@
+"""Ranks as processes: what they compute, and that none is lost unseen and none is left behind."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from cluster import processes
+from core.errors import RankLost
+from engine.parallel.runner import ParallelRunner
+from engine.step import SequenceSlice, StepPlan
+from engine.torch_runner import TorchModelRunner
+from tests.engine.parallel.leader import NUM_BLOCKS, start_two
+from tests.engine.tiny_model import write_tiny_model
+from tests.engine.token_stream import generate
+
+BOUND_S = 20.0
+PLAN = StepPlan((SequenceSlice("r", (5, 6), 0, (0,)),))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("ranks") / "tiny", vocab_size=260)
+
+
+class Led:
+    """A runner, its rank's process, and what it said of it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.lost: list[RankLost] = []
+        self.runner: ParallelRunner = start_two(folder, self.lost.append)
+        [child] = multiprocessing.active_children()
+        assert child.pid is not None
+        rank = processes.find(child.pid)
+        assert rank is not None
+        self.rank = rank
+
+
+@pytest.fixture
+def led(folder: Path) -> Iterator[Led]:
+    led = Led(folder)
+    yield led
+    led.runner.close()
+    assert not processes.is_alive(led.rank)
+
+
+def until_gone(process: processes.Process) -> None:
+    end_s = time.monotonic() + BOUND_S
+    while processes.is_alive(process):
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+
+
+def test_two_processes_say_the_tokens_of_one_and_a_rank_that_hangs_is_lost(led: Led, folder: Path) -> None:
+    one = TorchModelRunner.load(folder, "float32", NUM_BLOCKS)
+    prompts = [[5 + 7 * index % 250 for index in range(length)] for length in (1, 17, 70)]
+    expected = generate(one, prompts, (12, 8, 3), 48)
+    assert generate(led.runner, prompts, (12, 8, 3), 48) == expected
+    copied = StepPlan(PLAN.slices, copies=((3, 7),))
+    assert led.runner.run(copied) == one.run(copied)
+    assert torch.equal(torch.cat(led.runner.kv_pools, dim=3), one.kv_pool)
+    assert led.runner.geometry == one.geometry
+    assert led.lost == []
+    os.kill(led.rank.pid, signal.SIGSTOP)
+    with pytest.raises(RankLost, match="hangs"):
+        led.runner.run(PLAN)
+    until_gone(led.rank)
+    assert len(led.lost) == 1
+
+
+def test_a_rank_that_dies_between_steps_is_told_at_once_and_fails_the_next(led: Led) -> None:
+    led.runner.run(PLAN)
+    os.kill(led.rank.pid, signal.SIGKILL)
+    until_gone(led.rank)
+    with pytest.raises(RankLost, match="rank 1 ended with exit code -9"):
+        led.runner.run(PLAN)
+    assert len(led.lost) == 1
+
+
+def test_no_rank_outlives_its_leader_however_that_ends(folder: Path) -> None:
+    """Not even one that is frozen, and can therefore do nothing itself."""
+    command = [sys.executable, "-m", "tests.engine.parallel.leader", str(folder)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as leader:
+        assert leader.stdout is not None
+        rank = processes.find(int(leader.stdout.readline()))
+        assert rank is not None and processes.is_alive(rank)
+        os.kill(rank.pid, signal.SIGSTOP)
+        leader.kill()
+        leader.wait(BOUND_S)
+        until_gone(rank)
