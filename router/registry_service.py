@@ -11,7 +11,7 @@ from tandem.v1 import worker_pb2_grpc as pb_grpc
 from core.errors import BadRequest
 from kv_transfer.membership_codec import decode_info, decode_load, decode_ref, encode_info, encode_load, encode_ref
 from router.live import LiveDispatcher
-from router.view import WorkerView
+from router.worker_view import WorkerView
 
 SERVICE_NAME: Final = pb.DESCRIPTOR.services_by_name["RouterService"].full_name
 

@@ -11,7 +11,8 @@ from statistics import fmean
 from typing import Final
 
 from core.membership import Life, Role
-from router.view import ClusterView, WorkerView
+from router.view import ClusterView
+from router.worker_view import WorkerView
 
 # For each worker one that it computes and one that is next, whatever their length: it never waits for the router.
 LEAST_PROMPTS: Final = 2

@@ -18,7 +18,8 @@ from core.membership import Role
 from router.policy.affinity import own_place
 from router.policy.routing_policy import RoutingPolicy
 from router.prefix_view import Run, blocks_held
-from router.view import ClusterView, WorkerView
+from router.view import ClusterView
+from router.worker_view import WorkerView
 
 WIDTH: Final = 6  # workers looked at of each kind and role
 FEW: Final = 32  # holders of a run that are looked at one by one
