@@ -1,9 +1,10 @@
 """What the router costs.
 
-    python -m bench.router [decisions|requests|tokens] [--smg-python PEERS/smg/bin/python]
+    python -m bench.router [decisions|requests|tokens|traces] [--smg-python PEERS/smg/bin/python]
 
 decisions: choosing workers; bench/router/decisions.py. requests: added TTFT and CPU per request, tokens: tokens per
-second through one router on one core, both of real router processes; bench/router/streams.py. Without smg's python
+second through one router on one core, both of real router processes; bench/router/streams.py. traces: CPU with traces
+off, of 1 % and of all requests; bench/router/traces.py. Without smg's python
 only ours are measured.
 """
 
@@ -18,11 +19,12 @@ from pathlib import Path
 from bench.engine import executable
 from bench.router.decisions import decisions
 from bench.router.streams import requests, tokens
+from bench.router.traces import traces
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="?", choices=("decisions", "requests", "tokens"), default="decisions")
+    parser.add_argument("what", nargs="?", choices=("decisions", "requests", "tokens", "traces"), default="decisions")
     parser.add_argument("--smg-python", default=os.environ.get("TANDEM_BENCH_SMG_PYTHON"), help="see bench/README.md")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--streams", type=int, default=64)
@@ -38,6 +40,8 @@ def main() -> None:
             asyncio.run(requests(smg_python, arguments.rounds))
         case "tokens":
             asyncio.run(tokens(smg_python, arguments.rounds, arguments.streams, arguments.stream_tokens))
+        case "traces":
+            asyncio.run(traces(arguments.rounds, arguments.streams, arguments.stream_tokens))
     print(f"\nload average {os.getloadavg()[0]:.1f}")
 
 

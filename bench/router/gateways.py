@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,13 +49,16 @@ def floor() -> Iterator[Gateway]:
 
 
 @contextmanager
-def tandem(folder: Path, token_ids: list[int], num_workers: int) -> Iterator[Gateway]:
+def tandem(
+    folder: Path, token_ids: list[int], num_workers: int, settings: Mapping[str, str] | None = None
+) -> Iterator[Gateway]:
+    """settings: of the router, in its environment."""
     http, grpc, registry = free_ports(3)
     command = [sys.executable, "-m", "cluster.main", "router", "--model", str(folder), "--model-name", MODEL_NAME]
     command += ["--http-port", str(http), "--grpc-port", str(grpc), "--registry-port", str(registry)]
     worker = [sys.executable, "-m", "bench.router.stub_worker", f"127.0.0.1:{registry}", *map(str, token_ids)]
     with ExitStack() as stack:
-        pid = stack.enter_context(_process(command, ROUTER_CORE))
+        pid = stack.enter_context(_process(command, ROUTER_CORE, settings))
         for _ in range(num_workers):
             stack.enter_context(_process(worker))
         yield Gateway("tandem", pid, f"http://127.0.0.1:{http}", MODEL_NAME, f"127.0.0.1:{grpc}")
@@ -90,11 +93,11 @@ def long_context_folder(model: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def _process(command: list[str], core: int | None = None) -> Iterator[int]:
+def _process(command: list[str], core: int | None = None, settings: Mapping[str, str] | None = None) -> Iterator[int]:
     """Its pid. It has a process group of its own, of which nothing is left afterwards."""
     cores = {core} if core is not None else other_cores()
     pinned = ["taskset", "--cpu-list", ",".join(map(str, cores)), *command]
-    environment = os.environ | ROUTER_ENVIRONMENT
+    environment = os.environ | ROUTER_ENVIRONMENT | dict(settings or {})
     log = Path(tempfile.mkdtemp(prefix="tandem-bench-")) / "log"
     with log.open("w") as out:
         process = subprocess.Popen(pinned, env=environment, stdout=out, stderr=out, process_group=0)

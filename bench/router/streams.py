@@ -15,7 +15,7 @@ import os
 import random
 import statistics
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -60,7 +60,7 @@ async def requests(smg_python: Path | None, rounds: int) -> None:
         async with _cases(smg_python, with_floor=True) as (cases, words):
             for _ in range(rounds):
                 for case in cases:
-                    await _one_by_one(case, [_prompt(words, num_tokens) for _ in range(num_requests)])
+                    await one_by_one(case, [prompt_of(words, num_tokens) for _ in range(num_requests)])
         least_s = statistics.median(cases[0].ttfts_s)
         for case in cases:
             ttft_s, cpu_s = statistics.median(case.ttfts_s), statistics.median(case.cpus_s)
@@ -73,7 +73,7 @@ async def tokens(smg_python: Path | None, rounds: int, num_streams: int, stream_
     async with _cases(smg_python, with_floor=False) as (cases, words):
         for _ in range(rounds):
             for case in cases:
-                await _together(case, [_prompt(words, 100) for _ in range(num_streams)], stream_tokens)
+                await together(case, [prompt_of(words, 100) for _ in range(num_streams)], stream_tokens)
     for case in cases:
         print(f"| {case.name} | {statistics.median(case.rates):,.0f} | {statistics.median(case.cpu_rates):,.0f} |")
 
@@ -84,7 +84,7 @@ async def _cases(smg_python: Path | None, with_floor: bool) -> AsyncIterator[tup
     os.sched_setaffinity(0, other_cores())
     with ExitStack() as stack:
         folder = stack.enter_context(long_context_folder(default_model_folder()))
-        words = _words(folder)
+        words = words_of(folder)
         token_ids = list(words.values())
         session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(None))
         client, cases = Client(session), []
@@ -98,14 +98,14 @@ async def _cases(smg_python: Path | None, with_floor: bool) -> AsyncIterator[tup
             cases.append(Case("smg, HTTP", gateway, client.http))
         try:
             for case in cases:
-                await _warm_up(case)
+                await warm_up(case)
             yield cases, words
         finally:
             await client.close()
             await session.close()
 
 
-async def _warm_up(case: Case) -> None:
+async def warm_up(case: Case) -> None:
     deadline_s = time.monotonic() + READY_LIMIT_S
     while True:
         try:
@@ -118,7 +118,12 @@ async def _warm_up(case: Case) -> None:
             await asyncio.sleep(0.2)
 
 
-async def _one_by_one(case: Case, prompts: list[str]) -> None:
+async def _at_once() -> None:
+    pass
+
+
+async def one_by_one(case: Case, prompts: list[str], settle: Callable[[], Awaitable[None]] = _at_once) -> None:
+    """settle: waits for what the router still does for them."""
     before_s = case.gateway.cpu_s()
     for prompt in prompts:
         async with asyncio.timeout(REQUEST_LIMIT_S):
@@ -126,21 +131,27 @@ async def _one_by_one(case: Case, prompts: list[str]) -> None:
         if num_tokens != 1:
             raise ServerFailed(f"{case.name}: {num_tokens} tokens for 1")
         case.ttfts_s.append(ttft_s)
+    await settle()
     case.cpus_s.append((case.gateway.cpu_s() - before_s) / len(prompts))
 
 
-async def _together(case: Case, prompts: list[str], stream_tokens: int) -> None:
+async def together(
+    case: Case, prompts: list[str], stream_tokens: int, settle: Callable[[], Awaitable[None]] = _at_once
+) -> None:
+    """settle: as one_by_one."""
     before_s, begun_s = case.gateway.cpu_s(), time.perf_counter()
     async with asyncio.timeout(REQUEST_LIMIT_S):
         answers = await asyncio.gather(*(case.send(case.gateway, prompt, stream_tokens) for prompt in prompts))
-    taken_s, cpu_s = time.perf_counter() - begun_s, case.gateway.cpu_s() - before_s
+    taken_s = time.perf_counter() - begun_s
+    await settle()
+    cpu_s = case.gateway.cpu_s() - before_s
     if any(num_tokens != stream_tokens for _, num_tokens in answers):
         raise ServerFailed(f"{case.name}: {[num for _, num in answers]} tokens for {stream_tokens} each")
     case.rates.append(len(prompts) * stream_tokens / taken_s)
     case.cpu_rates.append(len(prompts) * stream_tokens / cpu_s)
 
 
-def _words(folder: Path) -> Words:
+def words_of(folder: Path) -> Words:
     vocabulary = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab(with_added_tokens=False)
     words = {f" {token[1:]}": token_id for token, token_id in vocabulary.items() if _is_word(token)}
     return dict(sorted(words.items())[:NUM_WORDS])
@@ -151,5 +162,5 @@ def _is_word(token: str) -> bool:
     return token[0] == "\u0120" and token[1:].isascii() and token[1:].islower() and token[1:].isalpha()
 
 
-def _prompt(words: Words, num_tokens: int) -> str:
+def prompt_of(words: Words, num_tokens: int) -> str:
     return "".join(random.choices(list(words), k=num_tokens))
