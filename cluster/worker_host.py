@@ -91,7 +91,7 @@ class WorkerHost:
         tracer = open_tracer(config.trace_endpoint, 0.0, "tandem-worker", str(self._ref), registry)
         self._traces = WorkerTraces(tracer, self._ref)
         self._engine: Engine = await asyncio.to_thread(build_engine, config, self._broken)
-        self._energy = gpu_energy(gpu_uuid(self._engine.runner.kv_pools[0]))
+        self._energy = gpu_energy([uuid for pool in self._engine.runner.kv_pools if (uuid := gpu_uuid(pool))])
         self._build_transfer()
         scheduler, handoffs = self._engine.scheduler, self._transfer.handoffs
         self._role = WorkerRole(config.role, self._make_service, self._streams.send, scheduler, handoffs)
