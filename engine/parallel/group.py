@@ -48,5 +48,5 @@ class Group:
         return parts.view(self._size, num_rows, columns).transpose(0, 1).reshape(num_rows, -1)
 
     def close(self) -> None:
-        """Leave. Does not wait for the others."""
-        distributed.destroy_process_group()
+        """Leave. Does not wait for the others, which may be gone: destroying the group, NCCL would."""
+        distributed.distributed_c10d._abort_process_group()

@@ -28,6 +28,9 @@ from engine.parallel.rank import MakeShardRunner, serve_rank
 from engine.parallel.shard import Shard
 from engine.step import StepPlan
 
+MEETING_S: Final = (
+    5.0  # how long a leader that starts may take to see that a rank is gone; the meeting itself sees nothing
+)
 NOTICE_S: Final = 1.0  # how long after a broken pipe or gather the thread may take to find out why
 
 
@@ -39,7 +42,7 @@ class Ranks:
         pools: of all ranks, the leader's first; must outlive this.
         meeting_file: see Group.
         start_timeout_s, step_timeout_s: what takes longer is hung.
-        on_lost: told once, from a thread of ours, when a rank has ended or hung after the start.
+        on_lost: told once, from a thread of ours, when a rank has ended or hung; not where `starting` has raised.
     """
 
     def __init__(
@@ -54,7 +57,7 @@ class Ranks:
         self._step_timeout_s = step_timeout_s
         self._on_lost = on_lost
         self._lost: RankLost | None = None
-        self._started = False
+        self._started, self._start_over = False, threading.Event()
         self._noticed = threading.Event()
         self._closing, self._close = multiprocessing.Pipe(duplex=False)
         self._processes: list[SpawnProcess] = []
@@ -78,10 +81,13 @@ class Ranks:
 
         Raises: RankLost.
         """
-        with self._bounded():
-            yield
-            self._hear_all()
-        self._started = True
+        try:
+            with self._bounded():
+                yield
+                self._hear_all()
+            self._started = True
+        finally:
+            self._start_over.set()
 
     @contextmanager
     def step(self, plan: StepPlan) -> Iterator[None]:
@@ -153,5 +159,5 @@ class Ranks:
                 process.kill()
         self._lost = RankLost(problem)
         self._noticed.set()
-        if self._started:
+        if not self._start_over.wait(MEETING_S) or self._started:
             self._on_lost(self._lost)

@@ -36,7 +36,8 @@ class ParallelRunner:
     Args:
         make: makes the runner of any shard; called here for rank 0 and, pickled, in the other ranks' processes.
         pools: the ranks' KV pools, on their devices, shaped as `make`'s runner wants them.
-        on_lost: told once, from a thread, when a rank has ended or hangs: this runner is then of no use any more.
+        on_lost: told once, from a thread, when a rank has ended or hangs: this runner is of no use any more, or never
+            comes to be.
     Raises: RankLost: a rank did not start. What `make` raises.
     """
 

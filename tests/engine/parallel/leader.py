@@ -21,14 +21,18 @@ NUM_BLOCKS = 64
 STEP_TIMEOUT_S = 3.0
 
 
-def start_two(folder: Path, on_lost: Callable[[RankLost], None] = lambda _lost: None) -> ParallelRunner:
-    part = Shard(0, 2).config(ModelConfig.load(folder))
-    pools = [make_pool(part, "float32", NUM_BLOCKS, 16).share_memory_() for _ in range(2)]
-    return ParallelRunner(partial(make_shard, folder), pools, on_lost, step_timeout_s=STEP_TIMEOUT_S)
-
-
 def make_shard(folder: Path, shard: Shard, pool: torch.Tensor, gather: Gather) -> TorchModelRunner:
     return TorchModelRunner.load(folder, "float32", NUM_BLOCKS, shard=shard, pool=pool, gather=gather)
+
+
+def start_two(
+    folder: Path,
+    on_lost: Callable[[RankLost], None] = lambda _lost: None,
+    make: Callable[[Path, Shard, torch.Tensor, Gather], TorchModelRunner] = make_shard,
+) -> ParallelRunner:
+    part = Shard(0, 2).config(ModelConfig.load(folder))
+    pools = [make_pool(part, "float32", NUM_BLOCKS, 16).share_memory_() for _ in range(2)]
+    return ParallelRunner(partial(make, folder), pools, on_lost, step_timeout_s=STEP_TIMEOUT_S)
 
 
 if __name__ == "__main__":

@@ -16,10 +16,12 @@ import torch
 
 from cluster import processes
 from core.errors import RankLost
+from engine.models.decoder import Gather
 from engine.parallel.runner import ParallelRunner
+from engine.parallel.shard import Shard
 from engine.step import SequenceSlice, StepPlan
 from engine.torch_runner import TorchModelRunner
-from tests.engine.parallel.leader import NUM_BLOCKS, start_two
+from tests.engine.parallel.leader import NUM_BLOCKS, make_shard, start_two
 from tests.engine.tiny_model import write_tiny_model
 from tests.engine.token_stream import generate
 
@@ -75,6 +77,19 @@ def test_two_processes_say_the_tokens_of_one_and_a_rank_that_hangs_is_lost(led: 
         led.runner.run(PLAN)
     until_gone(led.rank)
     assert len(led.lost) == 1
+
+
+def fail_as_rank(folder: Path, shard: Shard, pool: torch.Tensor, gather: Gather) -> TorchModelRunner:
+    assert shard.rank == 0
+    return make_shard(folder, shard, pool, gather)
+
+
+def test_a_rank_that_cannot_start_fails_the_start(folder: Path) -> None:
+    lost: list[RankLost] = []
+    with pytest.raises(RankLost, match="rank 1 ended with exit code 1"):
+        start_two(folder, lost.append, fail_as_rank)
+    assert multiprocessing.active_children() == []
+    assert lost == []
 
 
 def test_a_rank_that_dies_between_steps_is_told_at_once_and_fails_the_next(led: Led) -> None:
