@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,6 +17,8 @@ MAX_WORKERS_PER_ROLE: Final = 64
 MAX_ROUTERS: Final = 16
 ROUTER_PORT_STEP: Final = 10  # the default ports of one router lie side by side
 PORTS: Final = ("http_port", "grpc_port", "registry_port")
+MAX_ADAPTERS: Final = 256
+ADAPTER_NAME: Final = re.compile(r"[A-Za-z0-9._:/+@~-]{1,128}")
 STEPS_AHEAD: Final = 4  # of prompts, for each worker; the rest waits in the router
 
 
@@ -85,6 +88,8 @@ class ClusterConfig:
     """How many times longer than its decodes alone an engine step may take for the prompts that share it; 1000: any."""
     unpack_weights: bool = False
     """Hold quantised weights as floats: the same tokens, three times the memory, faster for batches of 4 and more."""
+    adapters: Mapping[str, Path] = field(default_factory=dict)
+    """LoRA adapters of the model, by the names that clients ask for: folders in PEFT's form, the same on each host."""
     redis_url: str | None = None
     """Redis or Valkey of the shared prefix index and limits; None: an embedded Valkey on loopback."""
     kv_interface: str = "lo"
@@ -164,6 +169,11 @@ class ClusterConfig:
             raise BadRequest("numa_nodes", f"must be numbers with commas between them, got {self.numa_nodes!r}")
         if self.numa_nodes and self.pin_workers:
             raise BadRequest("numa_nodes", "cannot be combined with pin_workers")
+        require_range("adapters", len(self.adapters), 0, MAX_ADAPTERS)
+        for name in self.adapters:
+            if not ADAPTER_NAME.fullmatch(name) or name == self.served_model_name:
+                message = "a name is 1 to 128 letters, digits or . _ : / + @ ~ - and not the model's"
+                raise BadRequest("adapters", f"{message}, got {name!r}")
         # What a router or a worker would refuse is refused here already.
         DispatcherConfig(local_prefill_cost=self.local_prefill_cost)
         for worker_id, role in self.roles:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,9 @@ from typing import Final
 
 from cluster.config import ClusterConfig
 from cluster.free_ports import free_ports, listen_once
-from core.errors import BadRequest
+from core.errors import BadModel, BadRequest
+from engine.adapter_config import AdapterConfig
+from engine.digest import adapter_digest
 from router.policy_file import read_policy
 
 TRIES: Final = 20
@@ -49,6 +52,16 @@ def require_model(folder: Path) -> None:
     for name in ("config.json", "tokenizer.json"):
         if not (folder / name).is_file():
             raise BadRequest("--model", f"{folder} is no model folder: it has no {name}")
+
+
+def require_adapters(folders: Mapping[str, Path]) -> None:
+    """Raises: BadRequest: what is wrong in an adapter's folder, as far as that is seen without its base model."""
+    try:
+        for folder in folders.values():
+            AdapterConfig.load(folder)
+            adapter_digest(folder)
+    except BadModel as error:
+        raise BadRequest("--adapter", str(error)) from error
 
 
 def require_policy(file: Path | None) -> None:

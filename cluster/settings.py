@@ -30,6 +30,8 @@ def load_cluster_config(file: Path | None, overrides: Mapping[str, Any], default
     for name in ("model_folder", "policy_file"):
         if isinstance(values.get(name), str):
             values[name] = Path(values[name])
+    if isinstance(values.get("adapters"), Mapping):
+        values["adapters"] = {str(name): _adapter_folder(folder) for name, folder in values["adapters"].items()}
     hints = typing.get_type_hints(ClusterConfig)
     for name, value in values.items():
         if name not in hints:
@@ -38,6 +40,12 @@ def load_cluster_config(file: Path | None, overrides: Mapping[str, Any], default
     config = ClusterConfig(**values)
     policy_file = config.policy_file and config.policy_file.expanduser().absolute()
     return replace(config, model_folder=config.model_folder.expanduser().absolute(), policy_file=policy_file)
+
+
+def _adapter_folder(folder: object) -> Path:
+    if not folder or not isinstance(folder, str | Path):
+        raise BadRequest("adapters", f"each name needs a folder, got {folder!r}")
+    return Path(folder).expanduser().absolute()
 
 
 def _environment() -> dict[str, Any]:
@@ -84,4 +92,4 @@ def _typed(name: str, value: object, hint: object) -> object:
 
 def _kinds(hint: object) -> tuple[Any, ...]:
     """The types that a field's hint allows."""
-    return typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    return typing.get_args(hint) if isinstance(hint, types.UnionType) else (typing.get_origin(hint) or hint,)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -43,6 +44,8 @@ class WorkerConfig:
     max_decode_slowdown: float = 1000.0
     """As in ClusterConfig."""
     unpack_weights: bool = False
+    """As in ClusterConfig."""
+    adapters: Mapping[str, Path] = field(default_factory=dict)
     """As in ClusterConfig."""
     redis_url: str | None = None
     """Shared prefix index; None: none."""
@@ -113,6 +116,8 @@ class WorkerConfig:
         require_range("prefill_delay_steps", self.prefill_delay_steps, 0, 1000)
         if not self.max_decode_slowdown > 1.0:
             raise BadRequest("max_decode_slowdown", f"must be a number above 1, got {self.max_decode_slowdown}")
+        if self.adapters and self.tensor_parallel_size > 1:
+            raise BadRequest("adapters", f"cannot be combined with tensor_parallel_size {self.tensor_parallel_size}")
         if self.redis_url is not None:
             RedisUrl.parse(self.redis_url)
 

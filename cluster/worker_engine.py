@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from cluster.worker_config import WorkerConfig
 from core.errors import RankLost
-from core.identity import SCHEMA_REVISION, CacheIdentity
+from core.identity import SCHEMA_REVISION, Adapter, CacheIdentity
 from core.request import GenerateRequest
 from engine.block_pool import BlockPool
-from engine.digest import tokenizer_digest, weights_digest
+from engine.digest import read_adapters, tokenizer_digest, weights_digest
 from engine.grammar import GrammarCompiler
 from engine.load_runner import load_runner
 from engine.runner import ModelRunner
@@ -34,6 +34,7 @@ class Engine:
     grammars: GrammarCompiler
     identity: CacheIdentity
     block_bytes: int
+    adapters: frozenset[Adapter]
 
 
 def build_engine(config: WorkerConfig, on_rank_lost: Callable[[RankLost], None] = lambda _lost: None) -> Engine:
@@ -43,6 +44,7 @@ def build_engine(config: WorkerConfig, on_rank_lost: Callable[[RankLost], None] 
     """
     folder = config.model_folder
     tokenizer = Tokenizer.load(folder)
+    adapters = read_adapters(config.adapters)
     runner = load_runner(
         folder,
         config.dtype,
@@ -53,6 +55,7 @@ def build_engine(config: WorkerConfig, on_rank_lost: Callable[[RankLost], None] 
         unpack=config.unpack_weights,
         tensor_parallel_size=config.tensor_parallel_size,
         on_rank_lost=on_rank_lost,
+        adapters={adapter.digest: config.adapters[name] for name, adapter in adapters.items()},
     )
     geometry = runner.geometry
     identity = CacheIdentity(
@@ -80,5 +83,5 @@ def build_engine(config: WorkerConfig, on_rank_lost: Callable[[RankLost], None] 
         max_decode_slowdown=config.max_decode_slowdown,
     )
     grammars = GrammarCompiler(tokenizer, runner.vocab_size)
-    scheduler = Scheduler(scheduling, pool, limits, identity.digest(), watch, grammars.matcher)
-    return Engine(runner, pool, scheduler, grammars, identity, geometry.block_bytes)
+    scheduler = Scheduler(scheduling, pool, limits, identity.digest(), watch, grammars.matcher, adapters.values())
+    return Engine(runner, pool, scheduler, grammars, identity, geometry.block_bytes, frozenset(adapters.values()))

@@ -195,6 +195,7 @@ class WorkerHost:
             max_context_tokens=engine.runner.max_context_tokens,
             metrics_address=f"{host}:{self._metrics_server.server_port}",
             nvlink_domain=self._config.nvlink_domain,
+            adapters=engine.adapters,
         )
 
     # --- what happens -------------------------------------------------------------------------------------------

@@ -51,6 +51,7 @@ class RejectReason(StrEnum):
     """Why a request was turned away: one closed list for HTTP, gRPC, logs and metrics."""
 
     NO_WORKER = "no_worker"  # no READY worker of a needed role
+    NO_ADAPTER = "no_adapter"  # READY workers, but none has the adapter that it names
     QUEUE_FULL = "queue_full"  # the router already holds its bound of requests
     QUEUE_TIMEOUT = "queue_timeout"  # waited its bound without a worker having room
     SHED = "shed"  # waited, and made room for one that goes first or whose tenant waits with less

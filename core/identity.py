@@ -53,9 +53,18 @@ class CacheIdentity:
                 raise PeerRefused(item.name, ours, theirs)
 
 
-def namespace(identity_digest: bytes, tenant: str, cache_salt: str) -> bytes:
-    """The root that every chain of block hashes of one tenant and salt starts from, 32 bytes."""
-    return _tagged_sha256("namespace", identity_digest, tenant.encode(), cache_salt.encode())
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """A LoRA adapter as requests and workers speak of it. digest: of its content, hex (engine/digest.py)."""
+
+    name: str
+    digest: str
+
+
+def namespace(identity_digest: bytes, tenant: str, cache_salt: str, adapter: Adapter | None = None) -> bytes:
+    """The root that every chain of block hashes of one tenant, salt and adapter starts from, 32 bytes."""
+    adapted = () if adapter is None else (adapter.digest.encode(),)  # its name says nothing of what KV holds
+    return _tagged_sha256("namespace", identity_digest, tenant.encode(), cache_salt.encode(), *adapted)
 
 
 def block_hashes(root: bytes, token_ids: Sequence[int], block_size: int) -> list[BlockHash]:

@@ -7,6 +7,7 @@ from enum import StrEnum
 from typing import Final
 
 from core.errors import InvariantBroken
+from core.identity import Adapter
 
 
 class Role(StrEnum):
@@ -75,6 +76,7 @@ class WorkerInfo:
     max_context_tokens: int
     metrics_address: str = ""
     nvlink_domain: str = ""  # workers of one domain reach each other's GPUs by NVLink; empty: not known
+    adapters: frozenset[Adapter] = frozenset()  # that it can add to the model for a request
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from enum import StrEnum
 from typing import Final
 
 from core.errors import BadRequest
+from core.identity import Adapter
 
 MAX_STOP_STRINGS: Final = 16
 MAX_LOGIT_BIASES: Final = 1024
@@ -152,6 +153,7 @@ class GenerateRequest:
     and is preempted first. What it is worth is bounded: engine/waiting_line.py.
     `session_id`: requests of one session of a tenant prefer the same workers; workers do not hear of it.
     `traceparent`: W3C's, of the span that what is done for the request belongs to; empty: nothing of it is traced.
+    `adapter`: what is added to the model's weights for it, by name and content; None: the model as it is.
     `output_token_ids`: output that is out already; generation goes on after it, as if it had never been interrupted.
     """
 
@@ -168,6 +170,7 @@ class GenerateRequest:
     prompt_logprobs: int | None = None
     session_id: str = ""
     traceparent: str = ""
+    adapter: Adapter | None = None
 
     def __post_init__(self) -> None:
         _require_between("n", self.num_choices, 1, MAX_CHOICES)

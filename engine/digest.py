@@ -6,11 +6,13 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Final
 
 from core.errors import BadModel
+from core.identity import Adapter
+from engine.adapter_config import CONFIG_FILE, TENSOR_FILE
 
 CACHE_FILE: Final = ".tandem_digests.json"
 
@@ -24,6 +26,16 @@ def weights_digest(folder: Path) -> str:
     if not files:
         raise BadModel(f"{folder}: no safetensors file")
     return _digest_files([folder / "config.json", *files])
+
+
+def adapter_digest(folder: Path) -> str:
+    """SHA-256, in hex, over a LoRA adapter's files. Raises: BadModel: one is missing or cannot be read."""
+    return _digest_files([folder / CONFIG_FILE, folder / TENSOR_FILE])
+
+
+def read_adapters(folders: Mapping[str, Path]) -> dict[str, Adapter]:
+    """The adapters of the folders, by their names. Raises: BadModel: see `adapter_digest`."""
+    return {name: Adapter(name, adapter_digest(folder)) for name, folder in folders.items()}
 
 
 def tokenizer_digest(folder: Path) -> str:

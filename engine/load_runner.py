@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -44,12 +44,14 @@ def load_runner(
     unpack: bool = False,
     tensor_parallel_size: int = 1,
     on_rank_lost: Callable[[RankLost], None] = lambda _lost: None,
+    adapters: Mapping[str, Path] | None = None,
 ) -> ModelRunner:
     """A runner of the model in `folder`. The environment variable TANDEM_ENGINE, one of ENGINES, forces one kind.
 
     unpack: hold quantised weights as floats; only the CPU kernels hold them otherwise.
     gpu_index: the first of `tensor_parallel_size` GPUs in a row.
     on_rank_lost: see ParallelRunner.
+    adapters: folders of LoRA adapters in PEFT's form, by their digests (SequenceSlice.adapter_digest).
 
     Where the CPU kernels cannot be used, that is logged as a warning and torch takes over, unless "cpu" is forced.
 
@@ -64,24 +66,26 @@ def load_runner(
         raise BadRequest(ENGINE_VARIABLE, "gpu, but torch sees none, or is a build for CPUs")
     on_gpus = forced == "gpu" or (not forced and torch.cuda.is_available())
     if tensor_parallel_size > 1:
+        if adapters:
+            raise BadRequest("adapters", f"tensor_parallel_size is {tensor_parallel_size}: ranks take no adapters")
         if not on_gpus and forced != "torch":
             raise BadRequest("tensor_parallel_size", f"{tensor_parallel_size} wants GPUs, or {ENGINE_VARIABLE}=torch")
         gpus = range(gpu_index, gpu_index + tensor_parallel_size)
         start = _start_on_gpus if on_gpus else _start_on_host
         return start(folder, dtype, num_blocks, block_size, gpus, on_rank_lost)
     if on_gpus:
-        return GpuModelRunner.load(folder, dtype, num_blocks, block_size, progress, gpu_index)
+        return GpuModelRunner.load(folder, dtype, num_blocks, block_size, progress, gpu_index, adapters=adapters)
     if forced == "torch":
-        return TorchModelRunner.load(folder, dtype, num_blocks, block_size, progress)
+        return TorchModelRunner.load(folder, dtype, num_blocks, block_size, progress, adapters=adapters)
     try:
         if not forced and block_size != PAGE_TOKENS:
             raise KernelsUnavailable(f"block_size is {block_size}, they need {PAGE_TOKENS}")
-        return CpuModelRunner.load(folder, dtype, num_blocks, block_size, progress, unpack=unpack)
+        return CpuModelRunner.load(folder, dtype, num_blocks, block_size, progress, unpack=unpack, adapters=adapters)
     except KernelsUnavailable as error:
         if forced:
             raise
         logger.warning("CPU kernels cannot be used: %s; torch computes instead, several times slower", error)
-        return TorchModelRunner.load(folder, dtype, num_blocks, block_size, progress)
+        return TorchModelRunner.load(folder, dtype, num_blocks, block_size, progress, adapters=adapters)
 
 
 def _start_on_gpus(

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from core.errors import InvariantBroken
+from core.identity import Adapter
 from core.membership import WorkerLoad
 from core.request import GenerateRequest
 from engine.block_pool import BlockPool
@@ -56,13 +57,14 @@ class Scheduler:
         identity_digest: bytes,
         make_watch: StopWatchFactory,
         make_matcher: MatcherFactory = no_grammars,
+        adapters: Collection[Adapter] = (),
     ) -> None:
         self.config = config
         self.pool = pool
         self.limits = limits
         capacity_tokens = pool.num_blocks * limits.block_size
         self._maker = SequenceMaker(
-            limits, capacity_tokens, config.ageing_steps, identity_digest, make_watch, make_matcher
+            limits, capacity_tokens, config.ageing_steps, identity_digest, make_watch, make_matcher, adapters
         )
         self._make_watch = make_watch
         self._sequences: dict[str, list[Sequence]] = {}  # by request id: its choices

@@ -197,6 +197,7 @@ class Sequence:
             start=self.num_computed,
             block_table=tuple(self.blocks[: self.num_blocks_to(end)]),
             samples=(*self._scores_to(end), *(self._samples() if end == self.num_known else ())),
+            adapter_digest=self.request.adapter.digest if self.request.adapter else "",
         )
 
     def _scores_to(self, end: int) -> Iterator[ScoreSpec]:

@@ -87,6 +87,7 @@ class SequenceSlice:
     token_ids: at least one; the first stands at absolute position `start`, and the KV of positions
         [0, start) is already in the pool.
     block_table: ids of the blocks that cover positions [0, start + len(token_ids)), in token order.
+    adapter_digest: of the adapter that computes it, empty for the model alone.
     samples: what to draw from the logits of the last token; several where a prompt is continued more than once, none
         where the slice does not reach the end of the known tokens. Before them, what to score of a prompt.
     """
@@ -96,6 +97,7 @@ class SequenceSlice:
     start: int
     block_table: tuple[int, ...]
     samples: tuple[RowSpec, ...] = ()
+    adapter_digest: str = ""
 
     @property
     def logit_rows(self) -> list[int]:

@@ -22,16 +22,21 @@ from engine.quantisation import (
 )
 
 SINGLE_FILE: Final = "model.safetensors"
-INDEX_FILE: Final = "model.safetensors.index.json"
 FLOATS: Final = ("F32", "F16", "BF16")  # as safetensors spells them
 BYTES: Final = "U8"
 
 
 class TensorFiles:
-    """The safetensors files of a folder as one mapping from tensor name to tensor."""
+    """The safetensors files of a folder as one mapping from tensor name to tensor.
 
-    def __init__(self, folder: Path) -> None:
+    file: its name, or, where there are several, that of their index without `.index.json`.
+    asked_by: what says which shapes the tensors must have.
+    """
+
+    def __init__(self, folder: Path, file: str = SINGLE_FILE, asked_by: str = "config.json") -> None:
         self._folder = folder
+        self._file = file
+        self._asked_by = asked_by
         self._file_of: dict[str, Any] = {}
         self._kind_of: dict[str, str] = {}
         for path in self._paths():
@@ -100,13 +105,13 @@ class TensorFiles:
             shape = (shape[0], shape[1] // BLOCK_VALUES * BLOCK_KINDS[kind].block_bytes)
         if found != shape:
             unit = "" if kind is None else f" bytes of {kind}"
-            yield f"tensor {name} has shape {list(found)}, config.json asks for {list(shape)}{unit}"
+            yield f"tensor {name} has shape {list(found)}, {self._asked_by} asks for {list(shape)}{unit}"
 
     def _paths(self) -> list[Path]:
-        index = self._folder / INDEX_FILE
+        index = self._folder / f"{self._file}.index.json"
         if not index.exists():
-            return [self._folder / SINGLE_FILE]
+            return [self._folder / self._file]
         weight_map = read_json_object(index).get("weight_map")
         if not isinstance(weight_map, dict):
-            raise BadModel(f"{INDEX_FILE}: weight_map: missing")
+            raise BadModel(f"{index.name}: weight_map: missing")
         return [self._folder / name for name in sorted(set(weight_map.values()))]

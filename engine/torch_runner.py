@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
 import torch
 
+from engine.adapter import AdapterWeights, adapted_rows, load_adapters
 from engine.attention.backend import AttentionBatch
 from engine.attention.cpu import CpuAttention
 from engine.dtypes import require_dtype
@@ -31,7 +32,13 @@ class TorchModelRunner:
     """
 
     def __init__(
-        self, model: DecoderModel, dtype: str, num_blocks: int, block_size: int, pool: torch.Tensor | None = None
+        self,
+        model: DecoderModel,
+        dtype: str,
+        num_blocks: int,
+        block_size: int,
+        pool: torch.Tensor | None = None,
+        adapters: Mapping[str, AdapterWeights] | None = None,
     ) -> None:
         """Use `load`; this is for models that are already in memory. pool: see `make_pool`; None: a new one.
 
@@ -46,6 +53,7 @@ class TorchModelRunner:
         self.geometry = config.kv_geometry(block_size, torch_dtype.itemsize)
         self._kv_pool = make_pool(config, dtype, num_blocks, block_size) if pool is None else pool
         self._model = model
+        self._adapters = adapters or {}
         self._attention = CpuAttention(self._kv_pool, config.num_heads)
         instruction_set = torch.backends.cpu.get_cpu_capability().lower()
         self.kv_layout = KV_LAYOUT
@@ -61,6 +69,7 @@ class TorchModelRunner:
         shard: Shard = WHOLE,
         pool: torch.Tensor | None = None,
         gather: Gather = alone,
+        adapters: Mapping[str, Path] | None = None,
     ) -> TorchModelRunner:
         """Read a model folder and make a pool of `num_blocks` blocks.
 
@@ -68,12 +77,14 @@ class TorchModelRunner:
             dtype: "float32" or "bfloat16", of weights and KV.
             progress: told of each layer read.
             shard, pool, gather: of one rank, where ranks share the model (engine/parallel/).
+            adapters: folders, by their digests, as requests name them (SequenceSlice.adapter_digest).
         Raises: BadModel: the folder is damaged or of an unsupported kind. BadRequest: dtype or block_size.
         """
         config = ModelConfig.load(folder)
         weights = load_weights(folder, config, require_dtype(dtype), progress, shard)
         model = DecoderModel(shard.config(config), weights, CpuArithmetic(), gather)
-        return TorchModelRunner(model, dtype, num_blocks, block_size, pool)
+        loaded = load_adapters(adapters or {}, config, require_dtype(dtype))
+        return TorchModelRunner(model, dtype, num_blocks, block_size, pool, loaded)
 
     @property
     def kv_pool(self) -> torch.Tensor:
@@ -106,7 +117,11 @@ class TorchModelRunner:
             batch = self._attention_batch(plan.slices)
             token_ids = torch.tensor([token for item in plan.slices for token in item.token_ids])
             return self._model.logits(
-                token_ids, batch.positions, self._attention.begin_step(batch), _sampled_rows(plan.slices)
+                token_ids,
+                batch.positions,
+                self._attention.begin_step(batch),
+                _sampled_rows(plan.slices),
+                adapted_rows(plan.slices, self._adapters),
             )
 
     def _attention_batch(self, slices: Sequence[SequenceSlice]) -> AttentionBatch:

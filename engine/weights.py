@@ -107,7 +107,7 @@ def read_tensors(folder: Path, config: ModelConfig, dtype: torch.dtype) -> dict[
     Raises: BadModel: see `load_weights`.
     """
     tensors = TensorFiles(folder)
-    expected = _expected_shapes(config)
+    expected = expected_shapes(config)
     tensors.check(expected, _unread_shapes(config))
     return {name: tensors.read(name, dtype) for name in expected}
 
@@ -124,7 +124,7 @@ class _Reader(Generic[M]):
         join: Callable[[list[M]], M],
         shard: Shard = WHOLE,
     ) -> None:
-        tensors.check(_expected_shapes(config), _unread_shapes(config))
+        tensors.check(expected_shapes(config), _unread_shapes(config))
         self._tensors = tensors
         self._config = config
         self._dtype = dtype
@@ -178,7 +178,7 @@ class _Reader(Generic[M]):
         return self._rows(self._read(EMBEDDING, torch.float32) if is_rounded else embedding)
 
 
-def _expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Every tensor that the files must hold, and no other."""
     hidden, inner = config.hidden_size, config.intermediate_size
     query_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim

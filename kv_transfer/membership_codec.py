@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
+
 from tandem.v1 import worker_pb2 as pb
 
 from core.errors import BadRequest
+from core.identity import Adapter
 from core.membership import GivenWork, Role, WorkerInfo, WorkerLoad, WorkerRef
 
 _ROLE_TO_PROTO = {Role.PREFILL: pb.ROLE_PREFILL, Role.DECODE: pb.ROLE_DECODE}
@@ -17,6 +20,14 @@ def encode_ref(ref: WorkerRef) -> pb.WorkerRef:
 
 def decode_ref(message: pb.WorkerRef) -> WorkerRef:
     return WorkerRef(message.worker_id, message.incarnation)
+
+
+def encode_adapter(adapter: Adapter) -> pb.Adapter:
+    return pb.Adapter(name=adapter.name, digest=adapter.digest)
+
+
+def decode_adapter(message: pb.Adapter) -> Adapter:
+    return Adapter(message.name, message.digest)
 
 
 def encode_role(role: Role) -> pb.Role:
@@ -42,6 +53,7 @@ def encode_info(info: WorkerInfo) -> pb.WorkerInfo:
         max_context_tokens=info.max_context_tokens,
         metrics_address=info.metrics_address,
         nvlink_domain=info.nvlink_domain,
+        adapters=[encode_adapter(adapter) for adapter in sorted(info.adapters, key=attrgetter("name"))],
     )
 
 
@@ -58,6 +70,7 @@ def decode_info(message: pb.WorkerInfo) -> WorkerInfo:
         max_context_tokens=message.max_context_tokens,
         metrics_address=message.metrics_address,
         nvlink_domain=message.nvlink_domain,
+        adapters=frozenset(map(decode_adapter, message.adapters)),
     )
 
 

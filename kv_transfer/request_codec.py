@@ -21,6 +21,7 @@ from core.request import (
     TokenLogprobs,
     WorkUsage,
 )
+from kv_transfer.membership_codec import decode_adapter, encode_adapter
 
 Reason = TypeVar("Reason", bound=StrEnum)
 
@@ -53,6 +54,7 @@ def encode_request(request: GenerateRequest) -> pb.WorkerRequest:
         output_token_ids=request.output_token_ids,
         prompt_logprobs=request.prompt_logprobs,
         traceparent=request.traceparent,
+        adapter=encode_adapter(request.adapter) if request.adapter is not None else None,
     )
 
 
@@ -88,6 +90,7 @@ def decode_request(message: pb.WorkerRequest) -> GenerateRequest:
         output_token_ids=tuple(message.output_token_ids),
         prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
         traceparent=message.traceparent,
+        adapter=decode_adapter(message.adapter) if message.HasField("adapter") else None,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -38,7 +39,8 @@ class RouterConfig:
     may go on after a stop. max_context_tokens: what one worker's KV pool holds, when the model's context is longer.
     max_workers: most that register. Ports: 0 takes any free one. policy_file: see router/policy_file.py; None: none.
     redis_url: where routers share the tenants' limits; None: each has its own. trace_endpoint, trace_ratio: see
-    telemetry/tracing.py; empty: no traces. slo_ttft_s, slo_itl_s: see telemetry/slo_metrics.py.
+    telemetry/tracing.py; empty: no traces. adapters: folders of LoRA adapters, by the names that clients ask for.
+    slo_ttft_s, slo_itl_s: see telemetry/slo_metrics.py.
 
     The registry has a port of its own because whoever reaches it is believed: a death reported there frees blocks."""
 
@@ -60,6 +62,7 @@ class RouterConfig:
     trace_ratio: float = 1.0
     slo_ttft_s: float = 2.5
     slo_itl_s: float = 0.1
+    adapters: Mapping[str, Path] = field(default_factory=dict)
     dispatcher: DispatcherConfig = field(default_factory=DispatcherConfig)
 
     def __post_init__(self) -> None:

@@ -156,7 +156,7 @@ class Dispatcher:
         effects = self._leave_draining(now)
         for flow in list(self._open.flows.values()):
             if any(leg.stage is Stage.QUEUED and now >= leg.queue_deadline_s for leg in flow.legs):
-                error = self.admission.waited_too_long(flow.request.request_id, now - flow.arrived_s)
+                error = self.admission.waited_too_long(flow.request, now - flow.arrived_s)
                 effects += self._open.fail(flow, error)
             elif now >= flow.deadline_s:
                 message = f"not done within {self._config.request_timeout_s} s"

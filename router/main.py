@@ -14,7 +14,7 @@ from grpc_reflection.v1alpha import reflection
 from prometheus_client import CollectorRegistry
 from tandem.v1 import worker_pb2_grpc
 
-from engine.digest import weights_digest
+from engine.digest import read_adapters, weights_digest
 from engine.model_config import ModelConfig
 from engine.tokenizer import Tokenizer
 from router.admission.policy import Band
@@ -143,6 +143,7 @@ def _served_model(config: RouterConfig, tokenizer: Tokenizer) -> ServedModel:
         vocab_size=model.vocab_size,
         eos_token_ids=tokenizer.eos_token_ids,
         weights_digest=weights_digest(config.model_folder),
+        adapters=read_adapters(config.adapters),
     )
 
 

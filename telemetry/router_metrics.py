@@ -1,8 +1,8 @@
 """Every public metric name of a router.
 
 Two families stand side by side: our own `tandem_*`, and the `vllm:*` names of the model-server protocol that
-gateways, autoscalers and dashboards already read. Labels are bounded: enums and the served model's name, never an
-id, a tenant or a text. Each class registers its metrics once, in the registry handed in.
+gateways, autoscalers and dashboards already read. Labels are bounded: enums, and names of the served model and of its
+configured adapters, never an id, a tenant or a text. Each class registers its metrics once, in the registry handed in.
 """
 
 from __future__ import annotations
@@ -56,6 +56,9 @@ class RouterMetrics:
             registry=registry,
         )
         self.prompt_tokens = Counter("tandem_prompt_tokens_total", "Prompt tokens accepted.", registry=registry)
+        self.adapter_requests = Counter(
+            "tandem_adapter_requests_total", "Requests accepted for a LoRA adapter.", ["adapter"], registry=registry
+        )
         self.output_tokens = Counter("tandem_output_tokens_total", "Tokens sent to clients.", registry=registry)
         self.kv_bytes_moved = Counter(
             "tandem_kv_bytes_moved_total", "KV bytes moved between workers for requests.", registry=registry

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Final
@@ -11,6 +12,7 @@ from cluster.config import ClusterConfig
 from cluster.folders import DEFAULT_MODEL, default_model_folder
 from cluster.settings import load_cluster_config
 from cluster.worker_config import DTYPES
+from core.errors import BadRequest
 
 # A flag that is not given stays unset, so that the file's value or the default holds.
 UNSET: Final = argparse.SUPPRESS
@@ -21,6 +23,8 @@ _DEFAULTS: Final = {item.name: item.default for item in fields(ClusterConfig)}
 def read_settings(arguments: argparse.Namespace) -> ClusterConfig:
     """Defaults, file, environment, flags. Raises: BadRequest: what is wrong, by its name."""
     overrides = {name: value for name, value in vars(arguments).items() if name in _DEFAULTS}
+    if "adapters" in overrides:
+        overrides["adapters"] = _by_name(overrides["adapters"])
     return load_cluster_config(getattr(arguments, "config", None), overrides, default_model_folder())
 
 
@@ -40,6 +44,23 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         help=f"model folder in Hugging Face form, or a GGUF (default: {DEFAULT_MODEL}, made when missing)",
     )
     parser.add_argument("--model-name", metavar="NAME", help="name that clients ask for (default: the folder's name)")
+    parser.add_argument(
+        "--adapter",
+        dest="adapters",
+        action="append",
+        metavar="NAME=FOLDER",
+        help="a LoRA adapter of the model, in PEFT's form, and the name that clients ask for; may be given again",
+    )
+
+
+def _by_name(adapters: Sequence[str]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for text in adapters:
+        name, _, folder = text.partition("=")
+        if not folder or name in found:
+            raise BadRequest("--adapter", f"must be NAME=FOLDER, each name once, got {text!r}")
+        found[name] = folder
+    return found
 
 
 def add_addresses(parser: argparse.ArgumentParser) -> None:

@@ -10,7 +10,7 @@ from cluster.commands import flags
 from cluster.commands.model import ready_folder
 from cluster.config import ClusterConfig
 from cluster.folders import RunFolders, run_folders
-from cluster.preflight import require_model, require_policy, resolve_ports
+from cluster.preflight import require_adapters, require_model, require_policy, resolve_ports
 from cluster.progress import Progress
 from cluster.supervisor import supervise
 
@@ -52,6 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     config = resolve_ports(flags.read_settings(arguments))
     config = replace(config, model_folder=ready_folder(config.model_folder, progress))
     require_model(config.model_folder)
+    require_adapters(config.adapters)
     require_policy(config.policy_file)
     with run_folders() as folders:
         progress.say(f"logs: {folders.logs}")

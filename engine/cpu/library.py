@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -14,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.cpu.packing import PackedLayer, PackedMatrix, PackedWeights
+from engine.cpu.packing import PackedAdapterLayer, PackedLayer, PackedLowRank, PackedMatrix, PackedWeights
 from engine.model_config import ModelConfig
 from engine.rope import rotary_tables
 
@@ -42,6 +43,14 @@ class _Layer(ctypes.Structure):
     ]
 
 
+class _LowRank(ctypes.Structure):
+    _fields_ = [("shrink", _Matrix), ("expand", _Matrix), ("rank", ctypes.c_int32)]
+
+
+class _AdapterLayer(ctypes.Structure):
+    _fields_ = [("qkv", _LowRank), ("output", _LowRank), ("gate_up", _LowRank), ("down", _LowRank)]
+
+
 class _Model(ctypes.Structure):
     _fields_ = [
         ("is_bfloat16", ctypes.c_int32),
@@ -61,6 +70,8 @@ class _Model(ctypes.Structure):
         ("final_norm", ctypes.c_void_p),
         ("head", _Matrix),
         ("kv_pool", ctypes.c_void_p),
+        ("num_adapters", ctypes.c_int32),
+        ("adapter_layers", ctypes.POINTER(_AdapterLayer)),
     ]
 
 
@@ -72,6 +83,7 @@ class _Step(ctypes.Structure):
         ("lengths", ctypes.c_void_p),
         ("table_offsets", ctypes.c_void_p),
         ("block_ids", ctypes.c_void_p),
+        ("adapters", ctypes.c_void_p),
         ("num_logit_rows", ctypes.c_int32),
         ("logit_rows", ctypes.c_void_p),
         ("logits", ctypes.c_void_p),
@@ -99,12 +111,18 @@ class KernelEngine:
     """One model and KV pool in the kernels' hands. Keeps alive what they point to. One step at a time."""
 
     def __init__(
-        self, library: KernelLibrary, config: ModelConfig, weights: PackedWeights, kv_pool: torch.Tensor
+        self,
+        library: KernelLibrary,
+        config: ModelConfig,
+        weights: PackedWeights,
+        kv_pool: torch.Tensor,
+        adapters: Sequence[Sequence[PackedAdapterLayer]],
     ) -> None:
         """Raises: MemoryError."""
         self._functions = library.functions
         cosines, sines = rotary_tables(config)
-        self._kept = (weights, kv_pool, cosines, sines)
+        self._kept = (weights, kv_pool, cosines, sines, adapters)
+        adapter_layers = [_adapter_layer(layer) for adapter in adapters for layer in adapter]
         layers = (_Layer * config.num_layers)(*(_layer(layer) for layer in weights.layers))
         model = _Model(
             is_bfloat16=kv_pool.dtype == torch.bfloat16,
@@ -124,6 +142,8 @@ class KernelEngine:
             final_norm=weights.final_norm.data_ptr(),
             head=_argument(weights.head),
             kv_pool=kv_pool.data_ptr(),
+            num_adapters=len(adapters),
+            adapter_layers=(_AdapterLayer * len(adapter_layers))(*adapter_layers),
         )
         self._handle = self._functions.tandem_create(ctypes.byref(model))
         if not self._handle:
@@ -137,6 +157,7 @@ class KernelEngine:
         lengths: Int32Array,
         table_offsets: Int32Array,
         block_ids: Int32Array,
+        adapters: Int32Array,
         logit_rows: Int32Array,
         logits: torch.Tensor,
         greedy_ids: Int32Array,
@@ -155,6 +176,7 @@ class KernelEngine:
             lengths=lengths.ctypes.data,
             table_offsets=table_offsets.ctypes.data,
             block_ids=block_ids.ctypes.data,
+            adapters=adapters.ctypes.data,
             num_logit_rows=len(logit_rows),
             logit_rows=logit_rows.ctypes.data,
             logits=logits.data_ptr(),
@@ -167,6 +189,16 @@ class KernelEngine:
 def _layer(layer: PackedLayer) -> _Layer:
     fields = {field[0]: getattr(layer, field[0]) for field in _Layer._fields_}
     return _Layer(**{name: _argument(value) for name, value in fields.items() if value is not None})
+
+
+def _adapter_layer(layer: PackedAdapterLayer) -> _AdapterLayer:
+    return _AdapterLayer(*(map(_low_rank, (layer.qkv, layer.output, layer.gate_up, layer.down))))
+
+
+def _low_rank(pair: PackedLowRank | None) -> _LowRank:
+    if pair is None:
+        return _LowRank()
+    return _LowRank(_argument(pair.shrink), _argument(pair.expand), pair.rank)
 
 
 def _argument(value: torch.Tensor | PackedMatrix) -> object:

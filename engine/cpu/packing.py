@@ -9,6 +9,7 @@ from typing import Final
 import torch
 from torch.nn import functional
 
+from engine.adapter import AdapterWeights, LowRank
 from engine.cpu.memory import HugeMemory
 from engine.quantisation import BLOCK_KINDS, BLOCK_VALUES, Matrix, QuantisedMatrix
 from engine.weights import Layer, StoredWeights
@@ -80,6 +81,45 @@ def pack_weights(weights: StoredWeights, dtype: torch.dtype) -> PackedWeights:
     else:
         embedding = head if weights.embedding is weights.head else packed(weights.embedding)
     return PackedWeights(embedding, layers, weights.final_norm, head)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedLowRank:
+    """As LowRank, packed."""
+
+    shrink: PackedMatrix
+    expand: PackedMatrix
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class PackedAdapterLayer:
+    """As AdapterLayer; `gate_up.expand` has its rows in the order of the layer's `gate_up`."""
+
+    qkv: PackedLowRank | None
+    output: PackedLowRank | None
+    gate_up: PackedLowRank | None
+    down: PackedLowRank | None
+
+
+def pack_adapter(adapter: AdapterWeights, dtype: torch.dtype) -> tuple[PackedAdapterLayer, ...]:
+    """Copy all matrices into one run of memory."""
+    pairs = [pair for layer in adapter for pair in (layer.qkv, layer.output, layer.gate_up, layer.down) if pair]
+    memory = HugeMemory(sum(_packed_bytes(half, dtype) for pair in pairs for half in (pair.shrink, pair.expand)))
+
+    def packed(pair: LowRank | None, *, halves: bool = False) -> PackedLowRank | None:
+        if pair is None:
+            return None
+        expand = interleave_halves(pair.expand) if halves else pair.expand
+        shrink = pack_matrix(pair.shrink, dtype, memory)
+        return PackedLowRank(shrink, pack_matrix(expand, dtype, memory), len(pair.shrink))
+
+    return tuple(
+        PackedAdapterLayer(
+            packed(layer.qkv), packed(layer.output), packed(layer.gate_up, halves=True), packed(layer.down)
+        )
+        for layer in adapter
+    )
 
 
 def pack_matrix(matrix: Matrix, dtype: torch.dtype, memory: HugeMemory) -> PackedMatrix:

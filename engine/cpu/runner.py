@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, chain
 from pathlib import Path
 from typing import Final
@@ -11,10 +11,11 @@ import numpy as np
 import torch
 
 from core.errors import BadRequest, InvariantBroken
+from engine.adapter import AdapterWeights, load_adapters
 from engine.cpu.build import KernelsUnavailable, build_library
 from engine.cpu.library import Int32Array, KernelEngine, KernelLibrary
 from engine.cpu.memory import HugeMemory
-from engine.cpu.packing import pack_weights, pad_columns
+from engine.cpu.packing import pack_adapter, pack_weights, pad_columns
 from engine.dtypes import DTYPES, require_dtype
 from engine.model_config import ModelConfig
 from engine.runner import copy_blocks
@@ -45,6 +46,7 @@ class CpuModelRunner:
         num_blocks: int,
         block_size: int,
         library: KernelLibrary,
+        adapters: Mapping[str, AdapterWeights] | None = None,
     ) -> None:
         """Use `load`; this is for models that are already in memory. Raises: see `load`."""
         require_supported(config, dtype, block_size)
@@ -59,7 +61,10 @@ class CpuModelRunner:
         self._kv_pool = HugeMemory(num_blocks * self.geometry.block_bytes).tensor(
             (num_blocks, config.num_layers, 2, config.num_kv_heads, block_size * config.head_dim), DTYPES[dtype]
         )
-        self._engine = KernelEngine(library, config, pack_weights(weights, DTYPES[dtype]), self._kv_pool)
+        packed_adapters = [pack_adapter(adapter, DTYPES[dtype]) for adapter in (adapters or {}).values()]
+        self._adapters = {"": -1} | {digest: index for index, digest in enumerate(adapters or {})}
+        packed = pack_weights(weights, DTYPES[dtype])
+        self._engine = KernelEngine(library, config, packed, self._kv_pool, packed_adapters)
         self._logits = torch.empty((0, pad_columns(config.vocab_size)))
 
     @staticmethod
@@ -71,6 +76,7 @@ class CpuModelRunner:
         progress: Callable[[str], None] = lambda _line: None,
         *,
         unpack: bool = False,
+        adapters: Mapping[str, Path] | None = None,
     ) -> CpuModelRunner:
         """Read a model folder, compile the kernels if need be, and make a pool of `num_blocks` blocks.
 
@@ -79,6 +85,7 @@ class CpuModelRunner:
             progress: told of each layer read.
             unpack: hold quantised weights as floats: the same logits to the bit, from more memory, in less time for
                 batches of 4 and more (bench/results/2026-11-29-blocks.md).
+            adapters: folders, by their digests, as requests name them (SequenceSlice.adapter_digest).
         Raises: BadModel: the folder is damaged or of an unsupported kind. BadRequest: dtype or block_size.
             KernelsUnavailable: they cannot be built here, or do not take the model's sizes.
         """
@@ -86,7 +93,8 @@ class CpuModelRunner:
         require_supported(config, dtype, block_size)
         library = KernelLibrary(build_library())
         weights = load_stored_weights(folder, config, DTYPES[dtype], progress, unpack=unpack)
-        return CpuModelRunner(config, weights, dtype, num_blocks, block_size, library)
+        loaded = load_adapters(adapters or {}, config, DTYPES[dtype])
+        return CpuModelRunner(config, weights, dtype, num_blocks, block_size, library, loaded)
 
     @property
     def kv_pool(self) -> torch.Tensor:
@@ -133,6 +141,7 @@ class CpuModelRunner:
             lengths=np.array(lengths, np.int32),
             table_offsets=np.array([0, *accumulate(table_lengths)], np.int32),
             block_ids=block_ids,
+            adapters=np.array([self._adapters[item.adapter_digest] for item in slices], np.int32),
             logit_rows=np.array(logit_rows, np.int32),
             logits=self._logits,
             greedy_ids=greedy_ids,
@@ -143,6 +152,8 @@ class CpuModelRunner:
         """Raise InvariantBroken where a slice would read or write outside its own blocks, the pool or the tables."""
         for item in slices:
             require_covered(item, PAGE_TOKENS, self.max_context_tokens)
+            if item.adapter_digest not in self._adapters:
+                raise InvariantBroken(f"request {item.request_id}: its adapter is not loaded")
             if item.logit_rows != sorted(item.logit_rows):
                 raise InvariantBroken(f"request {item.request_id}: samples are not in the order of their rows")
         # All at once, which is much faster than one by one; those are asked only to name the guilty one.

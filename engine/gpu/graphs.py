@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from engine.adapter import AdaptedRows
 from engine.attention.backend import AttentionBackend, DeviceBatch
 from engine.gpu.device import Device
 from engine.gpu.step_layout import GraphSizes, StepLayout
@@ -27,9 +28,10 @@ def compute(
     positions: torch.Tensor,
     batch: DeviceBatch,
     logit_rows: torch.Tensor,
+    adapted_rows: AdaptedRows = (),
 ) -> StepOutput:
     """One step on the device; arguments as in DecoderModel.logits."""
-    logits = model.logits(token_ids, positions, attention.begin_step(batch), logit_rows)
+    logits = model.logits(token_ids, positions, attention.begin_step(batch), logit_rows, adapted_rows)
     best, greedy_ids = logits.max(dim=-1)
     return StepOutput(logits, greedy_ids.masked_fill(~torch.isfinite(best), -1))
 

@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import os
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final, Protocol
 
 import torch
 
 from core.errors import BadRequest
+from engine.adapter import AdaptedRows, AdapterWeights, adapted_rows, load_adapters
 from engine.attention.backend import DeviceBatch
 from engine.attention.paged import KV_LAYOUT
 from engine.dtypes import DTYPES, require_dtype
@@ -66,6 +67,7 @@ class GpuModelRunner:
         max_graph_sequences: int = MAX_GRAPH_SEQUENCES,
         pool: torch.Tensor | None = None,
         gather: Gather = alone,
+        adapters: Mapping[str, AdapterWeights] | None = None,
     ) -> None:
         """Use `load`; this is for other devices and kernels.
 
@@ -90,6 +92,10 @@ class GpuModelRunner:
         self.graph_sizes = GraphSizes(decode_buckets(max_graph_sequences) if max_graph_sequences else (), table_width)
         with device.stream(), torch.inference_mode():
             self._model = DecoderModel(config, to_device(weights, device.torch_device), arithmetic, gather)
+            self._adapters = {
+                digest: tuple(layer.changed(lambda tensor: tensor.to(device.torch_device)) for layer in adapter)
+                for digest, adapter in (adapters or {}).items()
+            }
             self.graphs = DecodeGraphs(device, self._model, attention, self.graph_sizes, block_size, num_blocks)
             self._warm_up()
             device.finish()
@@ -105,10 +111,12 @@ class GpuModelRunner:
         shard: Shard = WHOLE,
         pool: torch.Tensor | None = None,
         gather: Gather = alone,
+        adapters: Mapping[str, Path] | None = None,
     ) -> GpuModelRunner:
         """Read a model folder onto a GPU, counted round among those that torch sees, and make a pool there.
 
         shard, pool, gather: of one rank, where ranks share the model (engine/parallel/).
+        adapters: folders, by their digests, as requests name them (SequenceSlice.adapter_digest).
 
         TANDEM_ATTENTION (engine/gpu/attention.py) and TANDEM_EXACT, "1" or "0", are read from the environment.
 
@@ -121,12 +129,23 @@ class GpuModelRunner:
         part = shard.config(config)
         make_attention = attention_for(device, part, dtype, block_size, exact)
         weights = load_weights(folder, config, torch_dtype, progress, shard)
+        loaded = load_adapters(adapters or {}, config, torch_dtype)
         progress("capturing decode graphs")
         from engine.gpu.arithmetic import ExactArithmetic, GpuArithmetic  # Triton need not be there for other engines
 
         arithmetic = ExactArithmetic() if exact else GpuArithmetic()
         return GpuModelRunner(
-            part, weights, dtype, num_blocks, block_size, device, make_attention, arithmetic, pool=pool, gather=gather
+            part,
+            weights,
+            dtype,
+            num_blocks,
+            block_size,
+            device,
+            make_attention,
+            arithmetic,
+            pool=pool,
+            gather=gather,
+            adapters=loaded,
         )
 
     @property
@@ -171,7 +190,7 @@ class GpuModelRunner:
             require_inside(item, self.geometry.block_size, self._num_blocks, self.max_context_tokens, self.vocab_size)
         layout = lay_out(plan.slices, self.geometry.block_size, self._num_blocks, self.graph_sizes)
         if layout.bucket is None:
-            return self._eager(layout)
+            return self._eager(layout, adapted_rows(plan.slices, self._adapters))
         output, rows = self.graphs.replay(layout), self._upload(layout.logit_rows)
         return StepOutput(output.logits[rows], output.greedy_ids[rows])
 
@@ -180,7 +199,7 @@ class GpuModelRunner:
         slices = (SequenceSlice("warm-up", (0, 0), 0, (self._num_blocks, self._num_blocks)),)
         self._eager(lay_out(slices, self.geometry.block_size, self._num_blocks, self.graph_sizes))
 
-    def _eager(self, layout: StepLayout) -> StepOutput:
+    def _eager(self, layout: StepLayout, adapted: AdaptedRows = ()) -> StepOutput:
         batch = DeviceBatch(
             slot_mapping=self._upload(layout.slots),
             query_starts=self._upload(layout.query_starts),
@@ -190,7 +209,8 @@ class GpuModelRunner:
             most_context=layout.most_context,
         )
         token_ids, positions = self._upload(layout.token_ids), self._upload(layout.positions)
-        return compute(self._model, self._attention, token_ids, positions, batch, self._upload(layout.logit_rows))
+        rows = self._upload(layout.logit_rows)
+        return compute(self._model, self._attention, token_ids, positions, batch, rows, adapted)
 
     def _upload(self, values: array[int]) -> torch.Tensor:
         return self._device.stage(values).to(self._device.torch_device, non_blocking=True)

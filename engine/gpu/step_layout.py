@@ -106,4 +106,6 @@ def _bucket(slices: Sequence[SequenceSlice], sizes: GraphSizes) -> int | None:
     """The least that holds the step, or None where no graph can compute it."""
     if any(len(item.token_ids) > 1 or len(item.block_table) > sizes.table_width for item in slices):
         return None
+    if any(item.adapter_digest for item in slices):  # a graph has the base's products only
+        return None
     return next((bucket for bucket in sizes.buckets if bucket >= len(slices)), None)

@@ -10,10 +10,11 @@ arXiv:2302.05442.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
+from engine.adapter import AdaptedRows, AdapterLayer, LowRank
 from engine.attention.backend import StepAttention
 from engine.model_config import ModelConfig
 from engine.models.arithmetic import Arithmetic
@@ -22,6 +23,7 @@ from engine.weights import LayerWeights, ModelWeights
 
 # [num_rows, columns] of each rank to [num_rows, all columns], the same on all (engine/parallel/group.py).
 Gather = Callable[[torch.Tensor], torch.Tensor]
+Adapted = list[tuple[slice, AdapterLayer]]  # of a step's rows, in one layer
 Angles = tuple[torch.Tensor, torch.Tensor]  # cosine and sine of each token's, [num_tokens, head_dim / 2], float32
 
 
@@ -45,7 +47,12 @@ class DecoderModel:
         self._cosine, self._sine = (table.to(device) for table in rotary_tables(config))
 
     def logits(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, attention: StepAttention, rows: torch.Tensor
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attention: StepAttention,
+        rows: torch.Tensor,
+        adapted_rows: AdaptedRows = (),
     ) -> torch.Tensor:
         """Compute one step and the logits that follow some of its tokens.
 
@@ -53,14 +60,16 @@ class DecoderModel:
             token_ids, positions: [num_tokens], int64.
             attention: made for exactly these tokens; their KV is written through it.
             rows: [num_rows], int64, tokens whose next-token logits are wanted; may be empty.
+            adapted_rows: tokens that are computed with an adapter; the others are what they are without any.
         Returns: [num_rows, vocab_size], float32.
         """
         num_tokens = len(token_ids)
         residual = self._weights.embedding[self._pad_rows(token_ids)].float()
         angles = self._cosine[positions], self._sine[positions]
         for index, layer in enumerate(self._weights.layers):
-            residual += self._attention(index, layer, residual, num_tokens, angles, attention)
-            residual += self._feed_forward(layer, residual)
+            adapted = [(where, adapter[index]) for where, adapter in adapted_rows]
+            residual += self._attention(index, layer, residual, num_tokens, angles, attention, adapted)
+            residual += self._feed_forward(layer, residual, adapted)
         if not len(rows):  # the head is a quarter of the weights: not for nothing
             return residual.new_empty((0, self.config.vocab_size))
         hidden = self._norm(self._pad_rows(residual[rows]), self._weights.final_norm)
@@ -74,21 +83,25 @@ class DecoderModel:
         num_tokens: int,
         angles: Angles,
         attention: StepAttention,
+        adapted: Adapted,
     ) -> torch.Tensor:
         """What to add to `residual`, in the weights' dtype; rows past `num_tokens` are padding and have no KV."""
-        queries, keys, values = self._heads(layer, residual, num_tokens)
+        queries, keys, values = self._heads(layer, residual, num_tokens, adapted)
         kv_dtype = layer.qkv.dtype
         attention.write_kv(index, self._arithmetic.rotate(keys, *angles).to(kv_dtype), values.to(kv_dtype))
         attended = attention.attend(index, self._arithmetic.rotate(queries, *angles))
-        rows = self._gather(attended.view(num_tokens, -1).to(kv_dtype))
-        return self._gather(self._arithmetic.linear(self._pad_rows(rows), layer.output))
+        rows = self._pad_rows(self._gather(attended.view(num_tokens, -1).to(kv_dtype)))
+        added = self._gather(self._arithmetic.linear(rows, layer.output))
+        return self._adapt(added, rows, [(where, adapter.output) for where, adapter in adapted])
 
     def _heads(
-        self, layer: LayerWeights, residual: torch.Tensor, num_tokens: int
+        self, layer: LayerWeights, residual: torch.Tensor, num_tokens: int, adapted: Adapted
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries, keys and values before rotation, each [num_tokens, its heads, head_dim], float32."""
         config = self.config
-        projected = self._arithmetic.linear(self._norm(residual, layer.attention_norm), layer.qkv)
+        rows = self._norm(residual, layer.attention_norm)
+        projected = self._arithmetic.linear(rows, layer.qkv)
+        projected = self._adapt(projected, rows, [(where, adapter.qkv) for where, adapter in adapted])
         projected = projected[:num_tokens].float()
         if layer.qkv_bias is not None:  # added apart: a product that begins with the bias would round by its own batch
             projected = projected + layer.qkv_bias
@@ -98,12 +111,28 @@ class DecoderModel:
             queries, keys = self._norm(queries, layer.query_norm), self._norm(keys, layer.key_norm)
         return queries, keys, values
 
-    def _feed_forward(self, layer: LayerWeights, residual: torch.Tensor) -> torch.Tensor:
+    def _feed_forward(self, layer: LayerWeights, residual: torch.Tensor, adapted: Adapted) -> torch.Tensor:
         """What to add to `residual`, [num_rows, hidden_size], in the weights' dtype."""
         arithmetic = self._arithmetic
-        gated = arithmetic.linear(self._norm(residual, layer.feed_forward_norm), layer.gate_up)
+        rows = self._norm(residual, layer.feed_forward_norm)
+        gated = arithmetic.linear(rows, layer.gate_up)
+        gated = self._adapt(gated, rows, [(where, adapter.gate_up) for where, adapter in adapted])
         rows = self._gather(arithmetic.gate(gated).to(layer.down.dtype))
-        return self._gather(arithmetic.linear(rows, layer.down))
+        added = self._gather(arithmetic.linear(rows, layer.down))
+        return self._adapt(added, rows, [(where, adapter.down) for where, adapter in adapted])
+
+    def _adapt(
+        self, products: torch.Tensor, rows: torch.Tensor, pairs: Sequence[tuple[slice, LowRank | None]]
+    ) -> torch.Tensor:
+        """Add to some rows of a projection of `rows` what their adapters make of them, in float32."""
+        for where, pair in pairs:
+            if pair is None:
+                continue
+            products = products.float()
+            inputs = rows[where]
+            shrunk = self._arithmetic.linear(self._pad_rows(inputs), pair.shrink)
+            products[where] += self._arithmetic.linear(shrunk, pair.expand)[: len(inputs)]
+        return products
 
     def _norm(self, rows: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         return self._arithmetic.norm(rows, scale, self.config.rms_norm_eps)

@@ -97,11 +97,15 @@ class Admission:
         self.line.remove(request_id)
         self._note_empty()
 
-    def waited_too_long(self, request_id: str, waited_s: float) -> Rejected:
+    def waited_too_long(self, request: GenerateRequest, waited_s: float) -> Rejected:
         """Why a request that waited for its turn, or for workers after it, is turned away."""
-        if request_id in self.line and self._view.has_ready(Role.DECODE):
+        decodes, adapter = self._view.ready_workers(Role.DECODE), request.adapter
+        if request.request_id in self.line and decodes:
             message = f"its turn did not come within {waited_s:.0f} s"
             return Rejected(RejectReason.QUEUE_TIMEOUT, message, self.retry_after_s())
+        if decodes and adapter is not None and all(adapter not in worker.info.adapters for worker in decodes):
+            message = f"no ready worker has {adapter.name!r} with the content {adapter.digest[:12]}"
+            return Rejected(RejectReason.NO_ADAPTER, f"{message} after {waited_s:.0f} s")
         return Rejected(RejectReason.NO_WORKER, f"no worker became ready within {waited_s:.0f} s")
 
     def max_wait_s(self, request: GenerateRequest) -> float:

@@ -124,7 +124,7 @@ def edge_error(error: Exception) -> EdgeError:
 def _rejected(reason: RejectReason) -> _Row:
     """429 is "you, or all of you, send too much"; 503 is "we are not able to now"."""
     match reason:
-        case RejectReason.NO_WORKER | RejectReason.TIMEOUT | RejectReason.DRAINING:
+        case RejectReason.NO_WORKER | RejectReason.NO_ADAPTER | RejectReason.TIMEOUT | RejectReason.DRAINING:
             return _Row(503, _UNAVAILABLE, "service_unavailable_error", reason)
         case (
             RejectReason.QUEUE_FULL

@@ -162,6 +162,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             max_context_tokens=model.max_context_tokens,
             vocab_size=model.vocab_size,
             eos_token_ids=model.eos_token_ids,
+            adapters=model.adapters,
         )
 
     def _caller(self, context: grpc.aio.ServicerContext) -> Caller:

@@ -10,10 +10,11 @@ import asyncio
 import re
 import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from core.errors import BadRequest
+from core.identity import Adapter
 from core.request import SEED_BITS, GenerateRequest, Grammar, SamplingParams, StopConditions
 from engine.tokenizer import Tokenizer
 
@@ -34,7 +35,7 @@ _REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:/+=@~-]{1,128}")
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """The one model behind this router, as clients may see it."""
+    """The one model behind this router, as clients may see it. adapters: of it, by the names that clients ask for."""
 
     name: str
     created_s: int  # Unix seconds
@@ -42,6 +43,7 @@ class ServedModel:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     weights_digest: str
+    adapters: Mapping[str, Adapter] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +128,7 @@ class Intake:
             grammar=draft.grammar,
             prompt_logprobs=draft.prompt_logprobs,
             session_id=draft.session_id,
+            adapter=self._model.adapters.get(draft.model),
         )
         self._check_scores(request)
         if draft.grammar is not None:
@@ -133,8 +136,10 @@ class Intake:
         return request
 
     def _check_names(self, draft: Draft) -> None:
-        if draft.model != self._model.name:
-            raise BadRequest("model", f"{draft.model!r} is not served here; {self._model.name!r} is", MODEL_NOT_FOUND)
+        names = (self._model.name, *self._model.adapters)
+        if draft.model not in names:
+            served = f"{', '.join(map(repr, names))} {'is' if len(names) == 1 else 'are'}"
+            raise BadRequest("model", f"{draft.model!r} is not served here; {served}", MODEL_NOT_FOUND)
         if not _REQUEST_ID.fullmatch(draft.request_id):
             raise BadRequest("request_id", "must be 1 to 128 letters, digits or . _ : / + = @ ~ -")
         if len(draft.cache_salt) > MAX_CACHE_SALT_CHARACTERS:

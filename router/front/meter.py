@@ -76,6 +76,8 @@ class Meter:
         """The request passed the front's checks and goes to the dispatcher, with its place in the trace."""
         self._request, self._band = request, band_of(request)
         self._metrics.prompt_tokens.inc(request.num_prompt_tokens)
+        if request.adapter is not None:
+            self._metrics.adapter_requests.labels(request.adapter.name).inc()
         self._metrics.vllm.prompt_tokens.observe(request.num_prompt_tokens)
         self._metrics.vllm.all_prompt_tokens.inc(request.num_prompt_tokens)
         return request if self._span is None else replace(request, traceparent=self._span.traceparent)
@@ -186,6 +188,7 @@ class Meter:
             "outcome": outcome,
             "finish_reason": self._finish_reason,
             "tenant": (request.tenant or None) if request else None,
+            "adapter": request.adapter.name if request and request.adapter else None,
             "prompt_tokens": request.num_prompt_tokens if request else None,
             "choices": request.num_choices if request and request.num_choices > 1 else None,
             "output_tokens": self._num_output_tokens,

@@ -130,7 +130,7 @@ class Answer:
         self._head = {
             "id": shape.id_prefix + request.request_id,
             "created": created_s,
-            "model": model.name,
+            "model": model.name if request.adapter is None else request.adapter.name,
             "system_fingerprint": "fp_" + model.weights_digest[:10],
         }
 
@@ -253,12 +253,13 @@ def usage_object(usage: Usage) -> dict[str, Any]:
     }
 
 
-def model_object(model: ServedModel) -> dict[str, Any]:
-    """One entry of /v1/models; `max_model_len` is what vLLM clients look for."""
-    return {
-        "id": model.name,
+def model_objects(model: ServedModel) -> dict[str, dict[str, Any]]:
+    """The entries of /v1/models by id: the model, then its adapters; `max_model_len` and `parent` are vLLM's."""
+    shared = {
         "object": "model",
         "created": model.created_s,
         "owned_by": "tandem",
         "max_model_len": model.max_context_tokens,
     }
+    adapters = {name: {"id": name, **shared, "parent": model.name} for name in model.adapters}
+    return {model.name: {"id": model.name, **shared}, **adapters}

@@ -25,7 +25,7 @@ from router.front.errors import EdgeError, edge_error, renamed
 from router.front.generation import Front, TextDelta
 from router.front.intake import MODEL_NOT_FOUND
 from router.front.meter import Endpoint, Meter
-from router.front.openai_format import DONE_FRAME, Answer, ChatShape, CompletionShape, Shape, frame, model_object
+from router.front.openai_format import DONE_FRAME, Answer, ChatShape, CompletionShape, Shape, frame, model_objects
 from router.front.openai_parse import BODY, parse_body
 from router.front.openai_schema import Body, ChatBody, CompletionBody
 from router.front.readiness import Readiness
@@ -80,14 +80,15 @@ class OpenAiEndpoints:
 
     async def models(self, request: web.Request) -> web.Response:
         self._caller(request)
-        return web.json_response({"object": "list", "data": [model_object(self._front.model)]})
+        return web.json_response({"object": "list", "data": list(model_objects(self._front.model).values())})
 
     async def one_model(self, request: web.Request) -> web.Response:
         self._caller(request)
         name = request.match_info["model"]
-        if name != self._front.model.name:
+        found = model_objects(self._front.model).get(name)
+        if found is None:
             return _error_response(404, f"model {name!r} is not served here", MODEL_NOT_FOUND, "model")
-        return web.json_response(model_object(self._front.model))
+        return web.json_response(found)
 
     async def health(self, _request: web.Request) -> web.Response:
         reason = self._readiness()

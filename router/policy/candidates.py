@@ -14,6 +14,7 @@ from itertools import islice
 from operator import attrgetter
 from typing import Final
 
+from core.identity import Adapter
 from core.membership import Role
 from router.policy.affinity import own_place
 from router.policy.routing_policy import RoutingPolicy
@@ -47,7 +48,8 @@ class Search:
 
     most_tokens: what a decode worker's KV pool must be able to hold. num_tokens: to compute where nothing is cached.
     runs: who caches the prompt's beginning.
-    session: key of the request's session, if it has one. avoided: places that fail (router/policy/breaker.py).
+    session: key of the request's session, if it has one. adapter: that workers must have.
+    avoided: places that fail (router/policy/breaker.py).
     """
 
     view: ClusterView
@@ -59,6 +61,7 @@ class Search:
     session: int | None
     avoided: Set[str]
     rng: random.Random
+    adapter: Adapter | None = None
 
     def decodes(self, *, paired: bool) -> list[Candidate]:
         """Ready workers that are large enough; `paired`: with a prefill worker, as far as any is."""
@@ -71,13 +74,18 @@ class Search:
         linked = 0
         for decode in decodes:
             linked |= decode.worker.linked
-        workers = self.view.ready_workers(Role.PREFILL)
+        workers = self._adapted(self.view.ready_workers(Role.PREFILL))
         if self.view.ready_slots(Role.PREFILL) & ~linked:
             workers = [worker for worker in workers if linked >> worker.slot & 1]
         return self._candidates(workers, _prompt_tokens, decodes)
 
     def _fitting(self, workers: list[WorkerView]) -> list[WorkerView]:
-        return [worker for worker in workers if worker.most_tokens >= self.most_tokens]
+        return [worker for worker in self._adapted(workers) if worker.most_tokens >= self.most_tokens]
+
+    def _adapted(self, workers: list[WorkerView]) -> list[WorkerView]:
+        if self.adapter is None:
+            return workers
+        return [worker for worker in workers if self.adapter in worker.info.adapters]
 
     def _candidates(self, workers: list[WorkerView], work: Work, partners: Sequence[Candidate] = ()) -> list[Candidate]:
         if self.avoided:  # but a place that fails is better than none

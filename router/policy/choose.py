@@ -91,6 +91,7 @@ def choose(
         session=session_key(request.tenant, request.session_id) if request.session_id else None,
         avoided=avoided,
         rng=rng,
+        adapter=request.adapter,
     )
     decodes = search.decodes(paired=ask.placement is not Placement.LOCAL)
     if not decodes:

@@ -20,7 +20,8 @@ def prompt_keys(request: GenerateRequest, info: WorkerInfo) -> Iterator[tuple[in
     """
     if request.prompt_logprobs is not None:
         return
-    parent, block_size = namespace(info.identity_digest, request.tenant, request.cache_salt), info.block_size
+    parent = namespace(info.identity_digest, request.tenant, request.cache_salt, request.adapter)
+    block_size = info.block_size
     num_tokens = request.num_prompt_tokens - 1
     for start in range(0, num_tokens - block_size + 1, BLOCKS_AT_ONCE * block_size):
         piece = request.prompt_token_ids[start : min(num_tokens, start + BLOCKS_AT_ONCE * block_size)]

@@ -14,12 +14,14 @@ import pytest
 
 from tests.acceptance.otlp_receiver import OtlpReceiver
 from tests.acceptance.running_cluster import RunningCluster, running_cluster
+from tests.engine.random_adapters import write_adapter
 
 SHAPES: Final[dict[str, tuple[tuple[str, ...], dict[str, Any]]]] = {  # flags and settings, by fixture
     "pair": ((), {}),
     "two_prefills": (("--prefill", "2"), {"token_budget": 64}),
     "two_decodes": (("--decode", "2"), {"token_budget": 64, "drain_finish_s": 0.3, "drain_timeout_s": 20.0}),
 }
+ADAPTERS: Final = ("poet", "org/clerk")  # of the cluster `pair`, below its folder's `adapters`
 
 
 class SharedClusters:
@@ -40,6 +42,13 @@ class SharedClusters:
             # Only requests that bring a traceparent are traced.
             settings = {"trace_endpoint": self.collector.endpoint, "trace_ratio": 0.0, **settings}
             folder = self._folders.mktemp(shape)
+            if shape == "pair":
+                settings["adapters"] = {
+                    name: str(
+                        write_adapter(folder / "adapters" / name, self._model_folder, rank=2, seed=seed, strength=0.2)
+                    )
+                    for seed, name in enumerate(ADAPTERS)
+                }
             self._cluster = self._running.enter_context(running_cluster(self._model_folder, folder, *flags, **settings))
             self._shape = shape
         return self._cluster

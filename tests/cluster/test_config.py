@@ -68,12 +68,29 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> N
         ({"lease_s": float("nan")}, "lease_s"),
         ({"model_folder": None}, "model_folder"),
         ({"num_decodes": 1}, "num_decodes"),
+        ({"adapters": "poet=/adapters/poet"}, "adapters"),
+        ({"adapters": {"poet": None}}, "adapters"),
+        ({"adapters": {"poet": "/adapters/poet"}, "tensor_parallel_size": 2}, "adapters"),
+        ({"adapters": {"po et": "/adapters/poet"}}, "adapters"),
+        ({"adapters": {"tiny": "/adapters/poet"}}, "adapters"),
     ],
 )
 def test_a_wrong_setting_is_refused_by_its_name(overrides: dict[str, Any], field: str) -> None:
     with pytest.raises(BadRequest) as caught:
         load_cluster_config(None, overrides, MODEL)
     assert caught.value.field == field
+
+
+def test_adapters_have_names_and_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text("adapters: {poet: /adapters/poet, org/clerk: adapters/clerk}\n")
+    monkeypatch.chdir(tmp_path)
+    config = load_cluster_config(file, {}, MODEL)
+    assert config.adapters == {"poet": Path("/adapters/poet"), "org/clerk": tmp_path / "adapters/clerk"}
+    worker = worker_config(config, "decode-0", "9f3a", Role.DECODE, router_addresses=("127.0.0.1:50051",))
+    assert worker.adapters == router_config(config).adapters == config.adapters
+    monkeypatch.setenv("TANDEM_ADAPTERS", "{clerk: /clerk}")
+    assert load_cluster_config(file, {}, MODEL).adapters == {"clerk": Path("/clerk")}
 
 
 def test_the_environment_wins_over_the_file_and_flags_over_the_environment(

@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 import pytest
 
 from core.errors import PeerRefused
-from core.identity import SCHEMA_REVISION, CacheIdentity, block_hashes, extend_hashes, namespace
+from core.identity import SCHEMA_REVISION, Adapter, CacheIdentity, block_hashes, extend_hashes, namespace
 
 IDENTITY = CacheIdentity(
     schema_revision=SCHEMA_REVISION,
@@ -70,6 +70,16 @@ def test_a_block_depends_on_everything_before_it() -> None:
 def test_tenants_and_salts_do_not_share(tenant: str, salt: str) -> None:
     theirs = block_hashes(namespace(IDENTITY.digest(), tenant, salt), TOKENS, 4)
     assert not set(theirs) & set(block_hashes(ROOT, TOKENS, 4))
+
+
+def test_adapters_share_with_nobody_but_their_own_content() -> None:
+    def first_block(adapter: Adapter | None) -> bytes:
+        return block_hashes(namespace(IDENTITY.digest(), "tenant", "salt", adapter), TOKENS, 4)[0]
+
+    assert first_block(None) == block_hashes(ROOT, TOKENS, 4)[0]
+    assert first_block(Adapter("poet", "d1")) == first_block(Adapter("poet again", "d1"))
+    assert len({first_block(adapter) for adapter in (None, Adapter("poet", "d1"), Adapter("poet", "d2"))}) == 3
+    assert namespace(b"d", "t", "s", Adapter("a", "")) != namespace(b"d", "t", "s")
 
 
 def test_processes_with_different_hash_seeds_agree() -> None:

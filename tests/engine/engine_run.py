@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
+from core.identity import Adapter
 from core.request import FinishReason, GenerateRequest, PromptLogprobs, TokenDelta
 from engine.block_pool import BlockPool
 from engine.runner import ModelRunner
@@ -20,8 +21,11 @@ TAKING, GIVING = 0.1, 0.2  # chances at each step
 class EngineRun:
     """The pool, and so the prefix cache, lives as long as the run; every batch of requests gets a new scheduler."""
 
-    def __init__(self, runner: ModelRunner, make_matcher: MatcherFactory = no_grammars) -> None:
+    def __init__(
+        self, runner: ModelRunner, make_matcher: MatcherFactory = no_grammars, adapters: Collection[Adapter] = ()
+    ) -> None:
         self._runner = runner
+        self._adapters = adapters
         self._make_matcher = make_matcher
         self._limits = ModelLimits(runner.geometry.block_size, runner.max_context_tokens, (EOS,))
         self.pool = BlockPool(len(runner.kv_pool))
@@ -37,7 +41,9 @@ class EngineRun:
 
         disturb: draws the steps at which all free blocks are taken away for a while, so that somebody is preempted.
         """
-        scheduler = Scheduler(config, self.pool, self._limits, b"d" * 32, _no_stop_strings, self._make_matcher)
+        scheduler = Scheduler(
+            config, self.pool, self._limits, b"d" * 32, _no_stop_strings, self._make_matcher, self._adapters
+        )
         for request in requests:
             self._given[request.request_id] = len(request.output_token_ids)
             scheduler.add(scheduler.new_sequence(request))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import torch
 
@@ -20,10 +21,11 @@ def forced_prompts(vocab_size: int, lengths: tuple[int, ...]) -> list[list[int]]
     return [[order.randrange(3, vocab_size) for _ in range(length + NEW_TOKENS)] for length in lengths]
 
 
-def _alone(runner: TorchModelRunner, prompts: list[list[int]]) -> list[list[torch.Tensor]]:
+def _alone(runner: TorchModelRunner, prompts: list[list[int]], adapters: Sequence[str]) -> list[list[torch.Tensor]]:
     """Logits after each prompt and each forced token: whole prompt, then decodes, one sequence at a time."""
     logits = []
-    for sequence, prompt in zip(pooled_sequences(runner, prompts, 0, random.Random(1)), prompts, strict=True):
+    sequences = pooled_sequences(runner, prompts, 0, random.Random(1), adapters)
+    for sequence, prompt in zip(sequences, prompts, strict=True):
         sequence.token_ids = prompt[:-NEW_TOKENS]
         rows = [prefill(runner, sequence, len(prompt))]
         for token in prompt[-NEW_TOKENS:]:
@@ -33,22 +35,25 @@ def _alone(runner: TorchModelRunner, prompts: list[list[int]]) -> list[list[torc
     return logits
 
 
-def assert_chunks_agree(runner: TorchModelRunner, lengths: tuple[int, ...], chunks: tuple[int, ...]) -> None:
+def assert_chunks_agree(
+    runner: TorchModelRunner, lengths: tuple[int, ...], chunks: tuple[int, ...], adapters: Sequence[str] = ("",)
+) -> None:
     """The logits after each prompt and its forced tokens do not depend on the chunks they were computed in."""
     prompts = forced_prompts(runner.vocab_size, lengths)
-    expected = _alone(runner, prompts)
+    expected = _alone(runner, prompts, adapters)
     for chunk_tokens in chunks:
-        for index, sequence in enumerate(pooled_sequences(runner, prompts, 0, random.Random(chunk_tokens))):
+        sequences = pooled_sequences(runner, prompts, 0, random.Random(chunk_tokens), adapters)
+        for index, sequence in enumerate(sequences):
             got = prefill(runner, sequence, chunk_tokens)  # the forced tokens too: prefilled, not decoded
             assert torch.equal(got, expected[index][-1]), (lengths[index], chunk_tokens)
 
 
-def assert_batches_agree(runner: TorchModelRunner, lengths: tuple[int, ...]) -> None:
+def assert_batches_agree(runner: TorchModelRunner, lengths: tuple[int, ...], adapters: Sequence[str] = ("",)) -> None:
     """Random subsets of the sequences step together, some in prefill and some in decode."""
     prompts = forced_prompts(runner.vocab_size, lengths)
-    expected = _alone(runner, prompts)
+    expected = _alone(runner, prompts, adapters)
     order = random.Random(3)
-    sequences = pooled_sequences(runner, prompts, 0, order)
+    sequences = pooled_sequences(runner, prompts, 0, order, adapters)
     for sequence, prompt in zip(sequences, prompts, strict=True):
         sequence.token_ids = prompt[:-NEW_TOKENS]
     while unfinished := [index for index, item in enumerate(sequences) if _is_unfinished(item, prompts[index])]:

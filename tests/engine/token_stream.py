@@ -18,10 +18,13 @@ GREEDY = SamplingParams(temperature=0.0)
 class PooledSequence:
     """Known tokens of one sequence, and blocks of the pool for all that it may become."""
 
-    def __init__(self, name: str, token_ids: Sequence[int], block_table: Sequence[int]) -> None:
+    def __init__(
+        self, name: str, token_ids: Sequence[int], block_table: Sequence[int], adapter_digest: str = ""
+    ) -> None:
         self.name = name
         self.token_ids = list(token_ids)
         self.block_table = tuple(block_table)
+        self.adapter_digest = adapter_digest
         self.computed = 0
 
     def next_slice(self, most_tokens: int, position: int = 0) -> SequenceSlice:
@@ -34,19 +37,25 @@ class PooledSequence:
             start=start,
             block_table=self.block_table[: num_blocks_for(end, 16)],
             samples=(SampleSpec(GREEDY, position),) if end == len(self.token_ids) else (),
+            adapter_digest=self.adapter_digest,
         )
 
 
 def pooled_sequences(
-    runner: TorchModelRunner, prompts: Sequence[Sequence[int]], most_new_tokens: int, order: random.Random
+    runner: TorchModelRunner,
+    prompts: Sequence[Sequence[int]],
+    most_new_tokens: int,
+    order: random.Random,
+    adapters: Sequence[str] = ("",),
 ) -> list[PooledSequence]:
-    """Sequences with shuffled, disjoint blocks."""
+    """Sequences with shuffled, disjoint blocks; `adapters` are theirs in turn."""
     free = list(range(len(runner.kv_pools[0])))
     order.shuffle(free)
     sequences = []
     for index, prompt in enumerate(prompts):
         count = num_blocks_for(len(prompt) + most_new_tokens, runner.geometry.block_size)
-        sequences.append(PooledSequence(str(index), prompt, free[:count]))
+        adapter = adapters[index % len(adapters)]
+        sequences.append(PooledSequence(str(index), prompt, free[:count], adapter))
         del free[:count]
     return sequences
 
@@ -60,10 +69,14 @@ def prefill(runner: TorchModelRunner, sequence: PooledSequence, chunk_tokens: in
 
 
 def generate(
-    runner: TorchModelRunner, prompts: Sequence[Sequence[int]], lengths: Sequence[int], chunk_tokens: int
+    runner: TorchModelRunner,
+    prompts: Sequence[Sequence[int]],
+    lengths: Sequence[int],
+    chunk_tokens: int,
+    adapters: Sequence[str] = ("",),
 ) -> list[list[int]]:
     """Greedy outputs of the given lengths: prompts in chunks one by one, then all decodes in one batch."""
-    sequences = pooled_sequences(runner, prompts, max(lengths), random.Random(0))
+    sequences = pooled_sequences(runner, prompts, max(lengths), random.Random(0), adapters)
     for sequence in sequences:
         drawn: tuple[Drawn, ...] = ()
         while not drawn:

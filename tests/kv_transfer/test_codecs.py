@@ -8,8 +8,8 @@ import pytest
 from tandem.v1 import worker_pb2 as pb
 
 from core.errors import BadRequest
-from core.identity import CacheIdentity
-from core.membership import GivenWork, WorkerLoad, WorkerRef
+from core.identity import Adapter, CacheIdentity
+from core.membership import GivenWork, Role, WorkerInfo, WorkerLoad, WorkerRef
 from core.messages import StartGeneration, StepOutput
 from core.request import (
     FinishReason,
@@ -23,6 +23,7 @@ from core.request import (
     TokenLogprobs,
     WorkUsage,
 )
+from kv_transfer.membership_codec import decode_info, encode_info
 from kv_transfer.pool_codec import decode_pool, encode_pool
 from kv_transfer.stream_codec import decode_answer, decode_command, encode_answer, encode_command
 from kv_transfer.transport import PoolDescription
@@ -95,11 +96,19 @@ def over_the_wire(request: GenerateRequest) -> GenerateRequest:
 def test_requests_and_deltas_come_out_whole() -> None:
     assert all(getattr(SAMPLING, item.name) != item.default for item in fields(SamplingParams)), "a field is not tried"
     assert over_the_wire(REQUEST) == REQUEST
+    adapted = replace(REQUEST, adapter=Adapter("poet", "d1"))
+    assert over_the_wire(adapted) == adapted
     bare = replace(REQUEST, sampling=SamplingParams())
     assert over_the_wire(bare) == bare
     assert all(getattr(DELTA, item.name) != item.default for item in fields(TokenDelta)), "a field is not tried"
     answer = StepOutput((DELTA, TokenDelta("r2", 0, (1,))), WorkerLoad(), GivenWork(1, 2, 3))
     assert decode_answer(pb.ConnectResponse.FromString(encode_answer(answer).SerializeToString())) == answer
+
+
+def test_a_worker_s_adapters_come_out_whole() -> None:
+    adapters = frozenset({Adapter("poet", "d1"), Adapter("clerk", "d2")})
+    info = WorkerInfo(WorkerRef("d", "1"), Role.DECODE, "h:1", b"id", 16, 1, 1, 1, "h:2", "nvl", adapters)
+    assert decode_info(pb.WorkerInfo.FromString(encode_info(info).SerializeToString())) == info
 
 
 def test_a_reason_of_a_later_revision_is_refused() -> None:

@@ -12,7 +12,7 @@ import redis
 from transport_ends import until
 from valkey_process import Valkey, valkey
 
-from core.identity import BlockHash, block_hashes
+from core.identity import Adapter, BlockHash, block_hashes, namespace
 from core.membership import WorkerRef
 from kv_transfer.prefix_index import PrefixHit, RedisPrefixIndex
 
@@ -75,6 +75,19 @@ async def test_another_identity_finds_nothing(shared_server: Valkey, opened: Ope
     await ours.announce(chain(2))
     assert await same.lookup(chain(2)) == PrefixHit(2, (A,))
     assert await other.lookup(chain(2)) == EMPTY
+
+
+async def test_an_adapter_s_blocks_are_found_for_that_adapter_only(shared_server: Valkey, opened: Open) -> None:
+    ours, theirs = opened(shared_server, A), opened(shared_server, B)
+
+    def blocks(adapter: Adapter | None) -> list[BlockHash]:
+        return chain(3, root=namespace(b"identity", "tenant", "", adapter))
+
+    poet = Adapter("poet", "d1")
+    await ours.announce(blocks(poet))
+    assert await theirs.lookup(blocks(poet)) == PrefixHit(3, (A,))
+    assert await theirs.lookup(blocks(None)) == EMPTY
+    assert await theirs.lookup(blocks(Adapter("poet", "d2"))) == EMPTY
 
 
 async def test_the_run_ends_where_no_holder_has_it_whole(shared_server: Valkey, opened: Open) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from core.errors import BadRequest, Rejected, RejectReason, TransferFailed, WorkerLost
 from core.handoff import HandoffTicket
-from core.identity import KEY_BYTES
+from core.identity import KEY_BYTES, Adapter
 from core.membership import GivenWork, Role, WorkerInfo, WorkerLoad, WorkerRef
 from core.messages import (
     CacheEvents,
@@ -58,10 +58,13 @@ class Cluster:
         for name in names:
             self.join(name)
 
-    def join(self, name: str, life: str = "1", num_blocks: int = 100) -> list[Effect]:
+    def join(
+        self, name: str, life: str = "1", num_blocks: int = 100, adapters: frozenset[Adapter] = frozenset()
+    ) -> list[Effect]:
         role = Role.PREFILL if name.startswith("p") else Role.DECODE
         ref = WorkerRef(name, life)
-        self.view.register(WorkerInfo(ref, role, f"{name}:1", b"id", 16, 1024, num_blocks, 1024), now=0.0)
+        info = WorkerInfo(ref, role, f"{name}:1", b"id", 16, 1024, num_blocks, 1024, adapters=adapters)
+        self.view.register(info, now=0.0)
         self.view.ready(ref)
         self.refs[name] = ref
         effects = self.dispatcher.serve_queue(0.0)
@@ -383,6 +386,39 @@ def test_no_worker_is_a_bounded_wait_then_a_rejection_with_its_reason() -> None:
     error = failure(cluster.dispatcher.tick(30.0))
     assert isinstance(error, Rejected) and error.reason is RejectReason.NO_WORKER
     cluster.assert_idle()
+
+
+def test_a_request_goes_to_workers_with_its_adapter_and_waits_for_one_and_is_told() -> None:
+    poet = Adapter("poet", "d1")
+
+    def ask(cluster: Cluster, now: float = 0.0) -> list[Effect]:
+        return cluster.dispatcher.submit(replace(request(), adapter=poet), Placement.AUTO, now)
+
+    cluster = Cluster("p1", "d1")
+    cluster.join("d2", adapters=frozenset({Adapter("poet", "d2")}))  # other content
+    assert planned_on(cluster.submit("base")) == [("d1", "p1")]
+    assert ask(cluster) == []
+    assert cluster.dispatcher.tick(29.9) == []
+    error = failure(cluster.dispatcher.tick(30.0))
+    assert isinstance(error, Rejected) and error.reason is RejectReason.NO_ADAPTER and "'poet'" in str(error)
+    ask(cluster)
+    assert planned_on(cluster.join("d3", adapters=frozenset({poet}))) == [("d3", None)]
+    cluster.dispatcher.cancel("r", 0.0)
+    assert planned_on(ask(cluster)) == [("d3", None)]  # p1 has a path to it, but not the adapter
+    cluster.dispatcher.cancel("r", 0.0)
+    cluster.join("p2", adapters=frozenset({poet, Adapter("clerk", "d3")}))
+    effects = ask(cluster)
+    assert planned_on(effects) == [("d3", "p2")]
+    (reserve,) = commands(effects)
+    assert isinstance(reserve, ReserveBlocks) and reserve.request.adapter == poet
+    cluster.dispatcher.worker_lost(cluster.refs["d1"], 0.0)
+    cluster.reserved(reserve.request.request_id, "d3")
+    cluster.say("p2", delta(0, 7, attempt=reserve.request.request_id))
+    cluster.join("d4", adapters=frozenset({poet}))
+    moved = cluster.dispatcher.worker_lost(cluster.refs["d3"], 0.0)
+    assert planned_on(moved) == [("d4", "p2")]
+    (again,) = [item for item in commands(moved) if isinstance(item, ReserveBlocks)]
+    assert (again.request.adapter, again.request.output_token_ids) == (poet, (7,))
 
 
 def test_full_is_a_rejection_and_one_fewer_is_not() -> None:

@@ -11,6 +11,7 @@ from telemetry.trace_metrics import TraceMetrics
 from telemetry.worker_metrics import PushOutcome, WorkerMetrics, WorkerState
 
 ROUTER_FAMILIES = {
+    "tandem_adapter_requests",
     "tandem_kv_bytes_moved",
     "tandem_open_requests",
     "tandem_output_tokens",

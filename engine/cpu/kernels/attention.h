@@ -133,6 +133,7 @@ struct Run {
     int num_rows;        // tokens
     int first_position;  // in the sequence
     const std::int32_t* block_ids;
+    int adapter = -1;  // that computes it; -1: none
 
     int num_pages() const { return pages_for(first_position + num_rows); }
 };

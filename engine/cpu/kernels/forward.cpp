@@ -52,12 +52,15 @@ class UnitEngine final : public Engine {
     explicit UnitEngine(const TandemModel& model)
         : model_(model),
           layers_(model.layers, model.layers + model.num_layers),
+          adapter_layers_(model.adapter_layers,
+                          model.adapter_layers + static_cast<long>(model.num_adapters) * model.num_layers),
           pool_{static_cast<Unit*>(model.kv_pool), model.num_layers, model.num_kv_heads, model.head_dim},
           group_(model.num_heads / model.num_kv_heads),
           query_size_(model.num_heads * model.head_dim),
           kv_size_(model.num_kv_heads * model.head_dim),
           hidden_stride_(pad_columns(model.hidden_size)),
-          qkv_stride_(pad_columns(query_size_ + 2 * kv_size_)) {
+          qkv_stride_(pad_columns(query_size_ + 2 * kv_size_)),
+          gate_up_stride_(pad_columns(2 * model.intermediate_size)) {
         operands_ = operands_memory_.reserve(block_rows * units(hidden_stride_));
         projected_ = projected_memory_.reserve(block_rows * qkv_stride_);
         queries_ = queries_memory_.reserve(block_rows * units(query_size_));
@@ -67,6 +70,13 @@ class UnitEngine final : public Engine {
         const int most_inputs = std::max({model.hidden_size, model.intermediate_size, query_size_});
         unpacked_ = unpacked_memory_.reserve(tile_columns * units(most_inputs));
         embedded_ = embedded_memory_.reserve(units(model.hidden_size));
+        if (model.num_adapters == 0) return;
+        int most_rank = 0;
+        for (const TandemAdapterLayer& layer : adapter_layers_)
+            most_rank = std::max({most_rank, layer.qkv.rank, layer.output.rank, layer.gate_up.rank, layer.down.rank});
+        shrunk_stride_ = units(pad_columns(most_rank));
+        shrunk_ = shrunk_memory_.reserve(block_rows * shrunk_stride_);
+        gate_up_ = gate_up_memory_.reserve(block_rows * gate_up_stride_);
     }
 
     void run(const TandemStep& step) override {
@@ -76,8 +86,8 @@ class UnitEngine final : public Engine {
             visit_blocks(num_tokens, [&](float* residual, int num_rows, const Run* first_run, const Run* last_run) {
                 project_and_place(layer, residual, num_rows, first_run, last_run);
                 attend_runs(layer, first_run, last_run);
-                add_attended(layer, residual, num_rows);
-                add_feed_forward(layer, residual, num_rows);
+                add_attended(layer, residual, num_rows, first_run, last_run);
+                add_feed_forward(layer, residual, num_rows, first_run, last_run);
             });
         finish_last_layer(step, num_tokens);
         write_logits(step);
@@ -122,7 +132,7 @@ class UnitEngine final : public Engine {
             while (row < end) {
                 const int num_rows = std::min(end - row, block_rows - row % block_rows);
                 runs_.push_back({row % block_rows, num_rows, step.starts[sequence] + row - first_row,
-                                 step.block_ids + step.table_offsets[sequence]});
+                                 step.block_ids + step.table_offsets[sequence], step.adapters[sequence]});
                 run_blocks_.push_back(row / block_rows);
                 row += num_rows;
             }
@@ -162,7 +172,8 @@ class UnitEngine final : public Engine {
                     const Run& run = *std::find_if(first_run, last_run, [row](const Run& candidate) {
                         return row < candidate.first_row + candidate.num_rows;
                     });
-                    kept_runs_.push_back({row, 1, run.first_position + row - run.first_row, run.block_ids});
+                    kept_runs_.push_back({row, 1, run.first_position + row - run.first_row, run.block_ids,
+                                          run.adapter});
                     std::memmove(residual_ + num_kept++ * hidden_stride_, residual + row * hidden_stride_,
                                  hidden_stride_ * sizeof(float));
                 }
@@ -171,12 +182,14 @@ class UnitEngine final : public Engine {
             if (kept_runs_.empty()) return;
             const int count = static_cast<int>(kept_runs_.size());
             attend_runs(layer, kept_runs_.data(), kept_runs_.data() + count);
-            for (int index = 0; index < count; ++index)
+            for (int index = 0; index < count; ++index) {
                 std::memmove(attended_ + index * units(query_size_),
                              attended_ + kept_runs_[index].first_row * units(query_size_),
                              units(query_size_) * sizeof(Unit));
-            add_attended(layer, kept, count);
-            add_feed_forward(layer, kept, count);
+                kept_runs_[index].first_row = index;
+            }
+            add_attended(layer, kept, count, kept_runs_.data(), kept_runs_.data() + count);
+            add_feed_forward(layer, kept, count, kept_runs_.data(), kept_runs_.data() + count);
         });
     }
 
@@ -187,6 +200,8 @@ class UnitEngine final : public Engine {
         multiply(operands_, units(hidden_stride_), num_rows,
                  matrix(weights.qkv, query_size_ + 2 * kv_size_, model_.hidden_size),
                  StoreSums{projected_, qkv_stride_});
+        add_adapted(layer, &TandemAdapterLayer::qkv, first_run, last_run, operands_, units(hidden_stride_),
+                    model_.hidden_size, projected_, qkv_stride_, query_size_ + 2 * kv_size_);
         for (const Run* run = first_run; run != last_run; ++run)
             for (int row = 0; row < run->num_rows; ++row) place_token(layer, *run, row);
     }
@@ -197,21 +212,57 @@ class UnitEngine final : public Engine {
                    attended_, units(query_size_));
     }
 
-    void add_attended(int layer, float* residual, int num_rows) {
+    // first_run, last_run: of the rows, one after another.
+    void add_attended(int layer, float* residual, int num_rows, const Run* first_run, const Run* last_run) {
         multiply(attended_, units(query_size_), num_rows,
                  matrix(layers_[layer].output, model_.hidden_size, query_size_), AddSums{residual, hidden_stride_});
+        add_adapted(layer, &TandemAdapterLayer::output, first_run, last_run, attended_, units(query_size_), query_size_,
+                    residual, hidden_stride_, model_.hidden_size);
     }
 
-    void add_feed_forward(int layer, float* residual, int num_rows) {
+    // As above.
+    void add_feed_forward(int layer, float* residual, int num_rows, const Run* first_run, const Run* last_run) {
         const TandemLayer& weights = layers_[layer];
         const long gated_stride = units(pad_columns(model_.intermediate_size));
         normalise_rows(residual, weights.feed_forward_norm, num_rows);
-        multiply(operands_, units(hidden_stride_), num_rows,
-                 matrix(weights.gate_up, 2 * model_.intermediate_size, model_.hidden_size),
-                 StoreSwiglu<Unit>{gated_, gated_stride});
+        const PackedMatrix<Unit> gate_up = matrix(weights.gate_up, 2 * model_.intermediate_size, model_.hidden_size);
+        if (std::all_of(first_run, last_run, [](const Run& run) { return run.adapter < 0; })) {
+            multiply(operands_, units(hidden_stride_), num_rows, gate_up, StoreSwiglu<Unit>{gated_, gated_stride});
+        } else {
+            multiply(operands_, units(hidden_stride_), num_rows, gate_up, StoreSums{gate_up_, gate_up_stride_});
+            add_adapted(layer, &TandemAdapterLayer::gate_up, first_run, last_run, operands_, units(hidden_stride_),
+                        model_.hidden_size, gate_up_, gate_up_stride_, 2 * model_.intermediate_size);
+            for (int row = 0; row < num_rows; ++row) gate(gate_up_ + row * gate_up_stride_, gated_ + row * gated_stride);
+        }
         multiply(gated_, gated_stride, num_rows,
                  matrix(weights.down, model_.hidden_size, model_.intermediate_size),
                  AddSums{residual, hidden_stride_});
+        add_adapted(layer, &TandemAdapterLayer::down, first_run, last_run, gated_, gated_stride,
+                    model_.intermediate_size, residual, hidden_stride_, model_.hidden_size);
+    }
+
+    // What StoreSwiglu does, of a row of sums that lie in memory.
+    void gate(const float* gate_up, Unit* gated) const {
+        for (int index = 0; index < model_.intermediate_size; index += num_lanes)
+            store_values(gated + units(index), swiglu(load(gate_up + 2 * index), load(gate_up + 2 * index + num_lanes)));
+    }
+
+    // Add to a projection of `inputs` what the runs' adapters make of them. Neighbours with one adapter share its products.
+    void add_adapted(int layer, TandemLowRank TandemAdapterLayer::*projection, const Run* first_run,
+                     const Run* last_run, const Unit* inputs, long input_stride, int num_inputs, float* outputs,
+                     long output_stride, int num_outputs) {
+        for (const Run* run = first_run; run != last_run;) {
+            const int adapter = run->adapter, first_row = run->first_row;
+            int num_rows = 0;
+            for (; run != last_run && run->adapter == adapter; ++run) num_rows += run->num_rows;
+            if (adapter < 0) continue;
+            const TandemLowRank& pair = adapter_layers_[static_cast<long>(adapter) * model_.num_layers + layer].*projection;
+            if (pair.rank == 0) continue;
+            multiply(inputs + first_row * input_stride, input_stride, num_rows,
+                     matrix(pair.shrink, pair.rank, num_inputs), StoreOperands<Unit>{shrunk_, shrunk_stride_});
+            multiply(shrunk_, shrunk_stride_, num_rows, matrix(pair.expand, num_outputs, pair.rank),
+                     AddSums{outputs + first_row * output_stride, output_stride});
+        }
     }
 
     // Turn a projected token into heads; keep its queries for `attend`, put its keys and values into its slot.
@@ -273,20 +324,22 @@ class UnitEngine final : public Engine {
 
     const TandemModel model_;
     const std::vector<TandemLayer> layers_;
+    const std::vector<TandemAdapterLayer> adapter_layers_;  // [num_adapters, num_layers]
     const KvPool<Unit> pool_;
     const int group_, query_size_, kv_size_;
-    const long hidden_stride_, qkv_stride_;
+    const long hidden_stride_, qkv_stride_, gate_up_stride_;
+    long shrunk_stride_ = 0;
 
     std::vector<Run> runs_;        // of the step
     std::vector<int> run_blocks_;  // the block of rows that each run lies in
     std::vector<Run> kept_runs_;   // in the last layer: the tokens of a block of rows whose logits are wanted
     std::vector<int> kept_rows_;   // after it: where in the residual stream each logit row's token stands
     AttentionScratch scratch_ = {};
-    float *residual_, *projected_;
-    Unit *operands_, *queries_, *attended_, *gated_, *rounded_head_, *unpacked_, *embedded_;
-    Buffer<float> residual_memory_, projected_memory_, scores_memory_, probabilities_memory_;
+    float *residual_, *projected_, *gate_up_ = nullptr;
+    Unit *operands_, *queries_, *attended_, *gated_, *rounded_head_, *unpacked_, *embedded_, *shrunk_ = nullptr;
+    Buffer<float> residual_memory_, projected_memory_, scores_memory_, probabilities_memory_, gate_up_memory_;
     Buffer<Unit> operands_memory_, queries_memory_, attended_memory_, gated_memory_, rounded_head_memory_,
-        unpacked_memory_, embedded_memory_;
+        unpacked_memory_, embedded_memory_, shrunk_memory_;
 };
 
 }  // namespace tandem

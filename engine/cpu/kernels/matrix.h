@@ -65,6 +65,22 @@ struct StoreSums {
     }
 };
 
+// Rounded to the dtype of what is multiplied next.
+template <class Unit>
+struct StoreOperands {
+    Unit* output;
+    long stride;  // units between rows
+
+    template <int Rows, int Columns>
+    TANDEM_INLINE void operator()(Tile<Rows, Columns>& sums, int first_row, int first_column) const {
+        for (int row = 0; row < Rows; ++row)
+            for (int column = 0; column < Columns; ++column)
+                store_values(output + (first_row + row) * stride +
+                                 (first_column + column * num_lanes) / values_per_unit<Unit>,
+                             sums[row][column]);
+    }
+};
+
 struct AddSums {
     float* output;
     long stride;  // floats between rows
@@ -79,8 +95,12 @@ struct AddSums {
     }
 };
 
-// silu(gate) * up, where the matrix holds sixteen gate outputs before sixteen up outputs, and so on.
-// Source: SwiGLU, arXiv:2002.05202.
+// silu(gate) * up. Source: SwiGLU, arXiv:2002.05202.
+TANDEM_INLINE Lanes swiglu(Lanes gate, Lanes up) {
+    return gate / (1.0f + exponential(minimum(-gate, broadcast(88.0f)))) * up;
+}
+
+// `swiglu` where the matrix holds sixteen gate outputs before sixteen up outputs, and so on.
 template <class Unit>
 struct StoreSwiglu {
     Unit* output;
@@ -91,10 +111,9 @@ struct StoreSwiglu {
         static_assert(Columns % 2 == 0, "a tile must hold whole pairs of gate and up");
         for (int row = 0; row < Rows; ++row)
             for (int column = 0; column < Columns; column += 2) {
-                const Lanes gate = sums[row][column];
-                const Lanes gated = gate / (1.0f + exponential(minimum(-gate, broadcast(88.0f)))) * sums[row][column + 1];
                 const int first_value = (first_column + column * num_lanes) / 2;
-                store_values(output + (first_row + row) * stride + first_value / values_per_unit<Unit>, gated);
+                store_values(output + (first_row + row) * stride + first_value / values_per_unit<Unit>,
+                             swiglu(sums[row][column], sums[row][column + 1]));
             }
     }
 };

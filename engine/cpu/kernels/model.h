@@ -26,6 +26,18 @@ struct TandemLayer {
     const float* key_norm;    // same
 };
 
+// What an adapter adds to a projection: expand (shrink x), with any scale in `expand`. Both are packed floats.
+struct TandemLowRank {
+    TandemMatrix shrink;  // [rank, num_inputs]
+    TandemMatrix expand;  // [num_outputs, rank]
+    std::int32_t rank;    // 0: nothing is added
+};
+
+// An adapter's part of one layer, stacked as there.
+struct TandemAdapterLayer {
+    TandemLowRank qkv, output, gate_up, down;
+};
+
 // Sizes, weights and KV pool. hidden_size, intermediate_size and head_dim are multiples of 16.
 struct TandemModel {
     std::int32_t is_bfloat16;  // of KV, matrix operands and weights stored as floats; else float32
@@ -39,6 +51,8 @@ struct TandemModel {
     const float* final_norm;
     TandemMatrix head;  // packed
     void* kv_pool;
+    std::int32_t num_adapters;
+    const TandemAdapterLayer* adapter_layers;  // [num_adapters, num_layers]
 };
 
 // One step: `num_sequences` slices, whose tokens stand one after another. All ids are in range (Python checks).
@@ -49,6 +63,7 @@ struct TandemStep {
     const std::int32_t* lengths;        // tokens of each slice, at least 1
     const std::int32_t* table_offsets;  // where each slice's block table begins in block_ids
     const std::int32_t* block_ids;
+    const std::int32_t* adapters;  // of each slice; -1: none
     std::int32_t num_logit_rows;
     const std::int32_t* logit_rows;  // index in token_ids of each token whose next-token logits are wanted: never falling
     float* logits;                   // [num_logit_rows, vocab_size padded to 64]

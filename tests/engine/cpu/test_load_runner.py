@@ -71,7 +71,7 @@ def test_a_gpu_is_taken_where_there_is_one_and_missed_where_it_is_asked_for(
         load_runner(tiny_folder, "float32", 8, 16)
     loaded: list[tuple[object, ...]] = []
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("engine.gpu.runner.GpuModelRunner.load", lambda *given: loaded.append(given))
+    monkeypatch.setattr("engine.gpu.runner.GpuModelRunner.load", lambda *given, **_rest: loaded.append(given))
     for value in ("gpu", ""):
         monkeypatch.setenv("TANDEM_ENGINE", value)
         load_runner(tiny_folder, "float32", 8, 16, gpu_index=3)

@@ -20,6 +20,7 @@ from engine.weights import StoredWeights, load_stored_weights, load_weights
 from tests.engine.blocks import KINDS, gguf_type
 from tests.engine.gguf_files import TOKENS, model_fields, tokenizer_fields, write_gguf
 from tests.engine.invariance import assert_batches_agree, assert_chunks_agree, forced_prompts
+from tests.engine.random_adapters import write_adapter
 from tests.engine.tiny_model import tiny_tensors
 from tests.engine.token_stream import pooled_sequences, prefill
 
@@ -49,9 +50,9 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return import_gguf(source, path / "model", lambda _line: None)
 
 
-def _logits(runner: CpuModelRunner) -> list[torch.Tensor]:
+def _logits(runner: CpuModelRunner, adapter: str = "") -> list[torch.Tensor]:
     prompts = forced_prompts(runner.vocab_size, (1, 5, 40, 130))
-    sequences = pooled_sequences(runner, prompts, 0, random.Random(0))
+    sequences = pooled_sequences(runner, prompts, 0, random.Random(0), (adapter,))
     return [prefill(runner, sequence, 128).clone() for sequence in sequences]
 
 
@@ -80,6 +81,17 @@ def test_chunks_and_batches_do_not_change_a_bit(folder: Path, dtype: str) -> Non
     runner = CpuModelRunner.load(folder, dtype, num_blocks=256)
     assert_chunks_agree(runner, (3, 120), (1, 37))
     assert_batches_agree(runner, (1, 2, 3, 15, 16, 31, 64, 97))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_adapter_adds_to_blocks_what_it_adds_to_floats(folder: Path, dtype: str, tmp_path: Path) -> None:
+    adapters = {"a": write_adapter(tmp_path, folder)}
+    packed, unpacked = (
+        CpuModelRunner.load(folder, dtype, num_blocks=64, unpack=unpack, adapters=adapters) for unpack in (False, True)
+    )
+    adapted = _logits(packed, "a")
+    assert all(torch.equal(*pair) for pair in zip(adapted, _logits(unpacked, "a"), strict=True))
+    assert not any(torch.equal(*pair) for pair in zip(adapted, _logits(packed), strict=True))
 
 
 def test_default_model_in_bfloat16(model_folder: Path) -> None:

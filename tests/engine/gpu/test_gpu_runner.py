@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from array import array
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 
 from core.errors import InvariantBroken
 from core.request import SamplingParams
+from engine.adapter import load_adapters
 from engine.dtypes import DTYPES
 from engine.gpu.device import HostDevice
 from engine.gpu.runner import GpuModelRunner
@@ -23,6 +25,7 @@ from engine.step import SampleSpec, SequenceSlice, StepPlan
 from engine.torch_runner import TorchModelRunner
 from engine.weights import load_weights
 from tests.engine.gpu.reference_attention import reference_attention
+from tests.engine.random_adapters import write_adapter
 from tests.engine.token_stream import generate, pooled_sequences, prefill
 
 NUM_BLOCKS = 64
@@ -51,7 +54,11 @@ class RecordingDevice(HostDevice):
 
 
 def gpu_runner(
-    folder: Path, dtype: str = "float32", max_graph_sequences: int = 4, device: HostDevice | None = None
+    folder: Path,
+    dtype: str = "float32",
+    max_graph_sequences: int = 4,
+    device: HostDevice | None = None,
+    adapters: Mapping[str, Path] | None = None,
 ) -> GpuModelRunner:
     config = ModelConfig.load(folder)
     return GpuModelRunner(
@@ -64,6 +71,7 @@ def gpu_runner(
         lambda pool: reference_attention(pool, config.num_heads),
         TiledArithmetic(),
         max_graph_sequences=max_graph_sequences,
+        adapters=load_adapters(adapters or {}, config, DTYPES[dtype]),
     )
 
 
@@ -86,6 +94,21 @@ def test_tokens_are_those_of_the_torch_runner(runner: GpuModelRunner, tiny_folde
     )
     assert len({tuple(tokens) for tokens in expected}) == len(expected)
     assert generate(runner, prompts(runner.vocab_size), (3, 8, 12, 12, 12), chunk_tokens) == expected
+
+
+def test_adapters_say_what_they_say_in_the_torch_runner(tiny_folder: Path, tmp_path: Path) -> None:
+    """Steps with an adapter are eager; those without go on by graph."""
+    adapters = {"a": write_adapter(tmp_path, tiny_folder)}
+    runner = gpu_runner(tiny_folder, adapters=adapters)
+    torch_runner = TorchModelRunner.load(tiny_folder, "float32", NUM_BLOCKS, adapters=adapters)
+    some, lengths = prompts(runner.vocab_size)[:4], (3, 8, 12, 12)
+    plain = generate(torch_runner, some, lengths, 16)
+    for mix in (("", "a"), ("a", "")):
+        expected = generate(torch_runner, some, lengths, 16, mix)
+        assert generate(runner, some, lengths, 16, mix) == expected
+        for index, (adapted, base) in enumerate(zip(expected, plain, strict=True)):
+            assert (adapted == base) is (mix[index % 2] == "")
+    assert generate(runner, some, lengths, 16) == plain
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

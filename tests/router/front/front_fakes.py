@@ -7,6 +7,7 @@ import codecs
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 
 from core.errors import BadRequest
+from core.identity import Adapter
 from core.request import (
     FinishReason,
     GenerateRequest,
@@ -27,6 +28,7 @@ MODEL = ServedModel(
     vocab_size=257,
     eos_token_ids=(END,),
     weights_digest="0123456789abcdef",
+    adapters={"tiny-poet": Adapter("tiny-poet", "d1")},
 )
 CREATED_S = 1_700_000_123.9
 

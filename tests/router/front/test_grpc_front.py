@@ -130,6 +130,13 @@ async def test_model_info(channel: grpc.aio.Channel) -> None:
     info = await inference_pb2_grpc.InferenceServiceStub(channel).GetModelInfo(inference_pb2.GetModelInfoRequest())
     assert (info.model, info.max_context_tokens, info.vocab_size) == ("tiny", MODEL.max_context_tokens, 257)
     assert list(info.eos_token_ids) == [END]
+    assert list(info.adapters) == ["tiny-poet"]
+
+
+async def test_an_adapter_is_asked_for_by_its_name(channel: grpc.aio.Channel, dispatcher: ScriptedDispatcher) -> None:
+    for name in ("", "tiny", "tiny-poet"):
+        await generate(channel, ask(text="hi", model=name))
+    assert [request.adapter and request.adapter.name for request in dispatcher.requests] == [None, None, "tiny-poet"]
 
 
 def sampling(**fields: Any) -> dict[str, Any]:

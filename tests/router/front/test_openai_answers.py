@@ -10,7 +10,9 @@ import openai
 import pytest
 from front_fakes import END, MODEL, ScriptedDispatcher, says, says_choices, says_scored
 
+from core.identity import Adapter
 from core.request import FinishReason, Placement, SamplingParams, WorkUsage
+from telemetry.router_metrics import RouterMetrics
 
 CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
 
@@ -389,11 +391,30 @@ async def test_content_type_does_not_matter(http: aiohttp.ClientSession) -> None
 
 
 async def test_models(client: openai.AsyncOpenAI) -> None:
-    assert [model.id async for model in client.models.list()] == ["tiny"]
-    assert (await client.models.retrieve("tiny")).created == MODEL.created_s
+    models = [model async for model in client.models.list()]
+    assert [(model.id, (model.model_extra or {}).get("parent")) for model in models] == [
+        ("tiny", None),
+        ("tiny-poet", "tiny"),
+    ]
+    for model in models:
+        assert await client.models.retrieve(model.id) == model
+        assert model.created == MODEL.created_s
     with pytest.raises(openai.NotFoundError) as caught:
         await client.models.retrieve("huge/one")
     assert caught.value.code == "model_not_found"
+
+
+async def test_an_adapter_is_asked_for_by_its_name(
+    client: openai.AsyncOpenAI, dispatcher: ScriptedDispatcher, metrics: RouterMetrics
+) -> None:
+    for name, adapter in (("tiny", None), ("tiny-poet", Adapter("tiny-poet", "d1"))):
+        answer = await client.completions.create(model=name, prompt="hi")
+        chunks = [item async for item in await client.completions.create(model=name, prompt="hi", stream=True)]
+        assert {answer.model, *(chunk.model for chunk in chunks)} == {name}
+        assert [request.adapter for request in dispatcher.requests[-2:]] == [adapter, adapter]
+    with pytest.raises(openai.BadRequestError, match="'poet' is not served here; 'tiny', 'tiny-poet' are"):
+        await client.completions.create(model="poet", prompt="hi")
+    assert metrics.registry.get_sample_value("tandem_adapter_requests_total", {"adapter": "tiny-poet"}) == 2.0
 
 
 async def test_health_follows_readiness(http: aiohttp.ClientSession, readiness: Any) -> None:

@@ -26,7 +26,7 @@ class WorkerRef(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ...) -> None: ...
 
 class WorkerInfo(_message.Message):
-    __slots__ = ("ref", "role", "address", "identity_digest", "block_size", "block_bytes", "num_blocks", "max_context_tokens", "metrics_address", "nvlink_domain")
+    __slots__ = ("ref", "role", "address", "identity_digest", "block_size", "block_bytes", "num_blocks", "max_context_tokens", "metrics_address", "nvlink_domain", "adapters")
     REF_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -37,6 +37,7 @@ class WorkerInfo(_message.Message):
     MAX_CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     METRICS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     NVLINK_DOMAIN_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     ref: WorkerRef
     role: Role
     address: str
@@ -47,7 +48,16 @@ class WorkerInfo(_message.Message):
     max_context_tokens: int
     metrics_address: str
     nvlink_domain: str
-    def __init__(self, ref: _Optional[_Union[WorkerRef, _Mapping]] = ..., role: _Optional[_Union[Role, str]] = ..., address: _Optional[str] = ..., identity_digest: _Optional[bytes] = ..., block_size: _Optional[int] = ..., block_bytes: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_context_tokens: _Optional[int] = ..., metrics_address: _Optional[str] = ..., nvlink_domain: _Optional[str] = ...) -> None: ...
+    adapters: _containers.RepeatedCompositeFieldContainer[Adapter]
+    def __init__(self, ref: _Optional[_Union[WorkerRef, _Mapping]] = ..., role: _Optional[_Union[Role, str]] = ..., address: _Optional[str] = ..., identity_digest: _Optional[bytes] = ..., block_size: _Optional[int] = ..., block_bytes: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_context_tokens: _Optional[int] = ..., metrics_address: _Optional[str] = ..., nvlink_domain: _Optional[str] = ..., adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ...) -> None: ...
+
+class Adapter(_message.Message):
+    __slots__ = ("name", "digest")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    digest: str
+    def __init__(self, name: _Optional[str] = ..., digest: _Optional[str] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
     __slots__ = ("waiting_requests", "running_requests", "waiting_tokens", "free_blocks", "used_blocks", "quarantined_blocks")
@@ -100,7 +110,7 @@ class RouterHello(_message.Message):
     def __init__(self, router_id: _Optional[str] = ..., worker: _Optional[_Union[WorkerRef, _Mapping]] = ...) -> None: ...
 
 class WorkerRequest(_message.Message):
-    __slots__ = ("request_id", "prompt_token_ids", "temperature", "top_p", "top_k", "seed", "max_tokens", "min_tokens", "stop_token_ids", "stop_strings", "ignore_eos", "cache_salt", "tenant", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "top_logprobs", "priority", "num_choices", "grammar", "output_token_ids", "prompt_logprobs", "traceparent")
+    __slots__ = ("request_id", "prompt_token_ids", "temperature", "top_p", "top_k", "seed", "max_tokens", "min_tokens", "stop_token_ids", "stop_strings", "ignore_eos", "cache_salt", "tenant", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "top_logprobs", "priority", "num_choices", "grammar", "output_token_ids", "prompt_logprobs", "traceparent", "adapter")
     class LogitBiasEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -133,6 +143,7 @@ class WorkerRequest(_message.Message):
     OUTPUT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     temperature: float
@@ -158,7 +169,8 @@ class WorkerRequest(_message.Message):
     output_token_ids: _containers.RepeatedScalarFieldContainer[int]
     prompt_logprobs: int
     traceparent: str
-    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., seed: _Optional[int] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., stop_strings: _Optional[_Iterable[str]] = ..., ignore_eos: _Optional[bool] = ..., cache_salt: _Optional[str] = ..., tenant: _Optional[str] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., top_logprobs: _Optional[int] = ..., priority: _Optional[int] = ..., num_choices: _Optional[int] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., prompt_logprobs: _Optional[int] = ..., traceparent: _Optional[str] = ...) -> None: ...
+    adapter: Adapter
+    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., seed: _Optional[int] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., stop_strings: _Optional[_Iterable[str]] = ..., ignore_eos: _Optional[bool] = ..., cache_salt: _Optional[str] = ..., tenant: _Optional[str] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., top_logprobs: _Optional[int] = ..., priority: _Optional[int] = ..., num_choices: _Optional[int] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., prompt_logprobs: _Optional[int] = ..., traceparent: _Optional[str] = ..., adapter: _Optional[_Union[Adapter, _Mapping]] = ...) -> None: ...
 
 class Grammar(_message.Message):
     __slots__ = ("kind", "source")

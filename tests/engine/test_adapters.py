@@ -1,0 +1,153 @@
+"""LoRA adapters with torch and in the GPU runner on a CPU; and what is refused when they are loaded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from core.errors import BadModel, BadRequest, InvariantBroken
+from core.identity import Adapter
+from core.request import GenerateRequest, StopConditions
+from engine.adapter import load_adapter
+from engine.adapter_config import CONFIG_FILE, TENSOR_FILE, AdapterConfig
+from engine.block_pool import BlockPool
+from engine.digest import adapter_digest
+from engine.model_config import ModelConfig
+from engine.scheduler import Scheduler
+from engine.scheduler_config import SchedulerConfig
+from engine.sequence import ModelLimits
+from engine.step import SequenceSlice, StepPlan
+from engine.torch_runner import TorchModelRunner
+from tests.engine.adapted import (
+    assert_merged_model_agrees,
+    assert_mixed_batches_agree,
+    assert_scheduled_requests_agree,
+)
+from tests.engine.random_adapters import write_adapter
+from tests.engine.random_models import CASES, Case
+from tests.engine.token_stream import GREEDY
+
+SOME_CASES = [case for case in CASES if case.name in ("llama-6-2", "qwen2-6-2", "qwen3-6-2-head-32")]
+
+
+def _load(folder: Path, dtype: str, adapters: Mapping[str, Path]) -> TorchModelRunner:
+    return TorchModelRunner.load(folder, dtype, 256, adapters=adapters)
+
+
+@pytest.mark.parametrize("case", SOME_CASES, ids=[case.name for case in SOME_CASES])
+def test_an_adapter_says_what_the_merged_model_says(case: Case, tmp_path: Path) -> None:
+    assert_merged_model_agrees(_load, case, tmp_path)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_mixed_batches_do_not_change_a_bit(tiny_folder: Path, dtype: str, tmp_path: Path) -> None:
+    assert_mixed_batches_agree(_load, tiny_folder, dtype, tmp_path)
+
+
+def test_scheduled_requests_say_what_they_say_alone(tiny_folder: Path, tmp_path: Path) -> None:
+    assert_scheduled_requests_agree(_load, tiny_folder, tmp_path)
+
+
+def test_a_slice_of_an_adapter_that_is_not_loaded_is_named(tiny_folder: Path) -> None:
+    runner = _load(tiny_folder, "float32", {})
+    with pytest.raises(InvariantBroken, match="request r: its adapter is not loaded"):
+        runner.run(StepPlan((SequenceSlice("r", (1,), 0, (0,), adapter_digest="a"),)))
+
+
+def test_a_worker_takes_no_adapter_that_it_lacks_or_has_otherwise() -> None:
+    ours = Adapter("poet", "d1")
+    limits = ModelLimits(16, 1024, (2,))
+    scheduler = Scheduler(SchedulerConfig(), BlockPool(8), limits, b"d" * 32, _no_watch, adapters=[ours])
+    stop = StopConditions(max_tokens=2)
+
+    def ask(adapter: Adapter | None) -> bytes:
+        return scheduler.new_sequence(GenerateRequest("r", (1, 2), GREEDY, stop, adapter=adapter)).namespace
+
+    assert ask(ours) != ask(None)  # both are taken
+    with pytest.raises(BadRequest, match=r"adapter\.name: 'prose' is not loaded"):
+        ask(Adapter("prose", "d1"))
+    with pytest.raises(
+        BadRequest, match=r"adapter\.digest: 'poet' has other content on this worker: ours d1, theirs d2"
+    ):
+        ask(Adapter("poet", "d2"))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("peft_type", "IA3"),
+        ("bias", "all"),
+        ("use_dora", True),
+        ("modules_to_save", ["lm_head"]),
+        ("rank_pattern", {"q_proj": 8}),
+        ("alpha_pattern", {"q_proj": 8}),
+        ("layers_to_transform", [0]),
+        ("fan_in_fan_out", True),
+        ("lora_bias", True),
+        ("init_lora_weights", "pissa"),
+        ("trainable_token_indices", [3]),
+        ("a_key_of_tomorrow", 1),
+        ("r", 0),
+        ("r", True),
+        ("r", None),
+        ("lora_alpha", "16"),
+        ("lora_alpha", float("nan")),
+        ("use_rslora", "yes"),
+        ("target_modules", []),
+        ("target_modules", "all-linear"),
+        ("target_modules", ["q_proj", "lm_head"]),
+        ("target_modules", ["q_proj", ["v_proj"]]),
+    ],
+)
+def test_a_config_that_asks_for_more_is_refused_by_its_key(
+    tiny_folder: Path, key: str, value: object, tmp_path: Path
+) -> None:
+    quiet = {"use_dora": False, "modules_to_save": None, "rank_pattern": {}, "peft_version": "0.18.0"}
+    folder = write_adapter(tmp_path, tiny_folder, **quiet)
+    assert AdapterConfig.load(folder).rank == 4
+    config = json.loads((folder / CONFIG_FILE).read_text())
+    (folder / CONFIG_FILE).write_text(json.dumps(config | {key: value}))
+    with pytest.raises(BadModel, match=rf"{CONFIG_FILE}: {key}: "):
+        AdapterConfig.load(folder)
+
+
+def test_other_tensors_are_refused_by_name(tiny_folder: Path, tmp_path: Path) -> None:
+    config = ModelConfig.load(tiny_folder)
+    folder = write_adapter(tmp_path, tiny_folder, ("q_proj",))
+    load_adapter(folder, config, torch.float32)
+    intact = load_file(folder / TENSOR_FILE)
+    name = "base_model.model.model.layers.1.self_attn.q_proj.lora_B.weight"
+
+    def refused(tensors: dict[str, torch.Tensor], words: str) -> None:
+        save_file(tensors, folder / TENSOR_FILE)
+        with pytest.raises(BadModel, match=words):
+            load_adapter(folder, config, torch.float32)
+
+    refused({key: tensor for key, tensor in intact.items() if key != name}, f"missing tensor {name}")
+    refused(intact | {name.replace("q_proj", "k_proj"): torch.zeros(32, 4)}, "unexpected tensor .*k_proj")
+    refused(intact | {name: torch.zeros(96, 8)}, rf"{name} has shape \[96, 8\], the base model with {CONFIG_FILE} asks")
+    refused(intact | {name: torch.full((96, 4), torch.nan)}, f"{name} holds NaN")
+    refused(intact | {name: torch.zeros(96, 4, dtype=torch.int8)}, f"{name} has dtype I8")
+    save_file(intact, folder / TENSOR_FILE)
+    load_adapter(folder, config, torch.float32)
+    (folder / TENSOR_FILE).unlink()
+    with pytest.raises(BadModel, match=f"{TENSOR_FILE}: cannot be read"):
+        load_adapter(folder, config, torch.float32)
+
+
+def test_the_digest_is_of_content(tiny_folder: Path, tmp_path: Path) -> None:
+    digests = [
+        adapter_digest(write_adapter(tmp_path / str(index), tiny_folder, **how))
+        for index, how in enumerate([{}, {}, {"seed": 1}, {"lora_alpha": 3}])
+    ]
+    assert digests[0] == digests[1]
+    assert len(set(digests)) == 3
+
+
+def _no_watch(_request: GenerateRequest) -> None:
+    raise AssertionError
