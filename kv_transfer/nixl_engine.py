@@ -59,7 +59,6 @@ class NixlEngine:
     ) -> None:
         self._library = library
         self._agent = library.open_agent(name)
-        self._pool = pool
         self._scratch = scratch
         self._ring = ring
         self._on_notice = on_notice
@@ -126,9 +125,8 @@ class NixlEngine:
                 "WRITE", self._blocks, source_indices, peer.blocks, target_indices, _NOTICE + notice
             )
         except self._library.errors as error:
-            self.stats.failed += 1
             raise TransferFailed(f"push to {ref} not posted: {type(error).__name__}: {error}") from error
-        self._post(peer, handle, done, payload_bytes=len(source_indices) * self._pool.part_bytes)
+        self._post(peer, handle, done)
 
     def probe(self, ref: WorkerRef, num_bytes: int, done: Completion) -> None:
         """Write `num_bytes` of scratch to the peer's, without a notification; `done` resolves to seconds."""
@@ -143,7 +141,7 @@ class NixlEngine:
             handle = self._agent.initialize_xfer("WRITE", *sides, peer.name)
         except self._library.errors as error:
             raise PeerRefused("agent_metadata", "a registered scratch region", str(error)) from error
-        self._post(peer, handle, done, payload_bytes=0)
+        self._post(peer, handle, done)
 
     def notify(self, ref: WorkerRef, notice: bytes) -> None:
         """Queue a notice; it leaves with this and the next polls. Raises: WorkerLost."""
@@ -151,7 +149,6 @@ class NixlEngine:
         try:
             self._agent.send_notif(peer.name, _NOTICE + notice)
         except self._library.errors as error:
-            self.stats.failed += 1
             self._lose(peer)
             self._remove_if_settled(peer)
             raise WorkerLost(ref.worker_id, f"notice: {type(error).__name__}: {error}") from error
@@ -219,7 +216,6 @@ class NixlEngine:
             return
         ref = WorkerRef.parse(sender)
         if kind == _NOTICE:
-            self.stats.notices_received += 1
             self._on_notice(ref, notice)
         elif (peer := self._peers.get(ref)) is not None:
             self._lose(peer)
@@ -236,8 +232,8 @@ class NixlEngine:
         for peer in self._peers.values():
             self._wake(peer)
 
-    def _post(self, peer: Peer, handle: Any, done: Completion, payload_bytes: int) -> None:
-        operation = Operation(peer, handle, done, payload_bytes, time.perf_counter())
+    def _post(self, peer: Peer, handle: Any, done: Completion) -> None:
+        operation = Operation(peer, handle, done, time.perf_counter())
         peer.num_operations += 1
         if self._is_over(operation, lambda: self._transfer(peer, handle)):
             self._remove_if_settled(peer)
@@ -272,18 +268,11 @@ class NixlEngine:
         self._release(operation)
         operation.peer.num_operations -= 1
         if state == "DONE":
-            self._count(operation)
             operation.done.resolve(seconds)
         else:
-            self.stats.failed += 1
             operation.done.fail(WorkerLost(operation.peer.ref.worker_id, state))
             self._lose(operation.peer)
         return True
-
-    def _count(self, operation: Operation) -> None:
-        if operation.payload_bytes:
-            self.stats.pushes += 1
-            self.stats.bytes_pushed += operation.payload_bytes
 
     def _release(self, operation: Operation) -> None:
         try:

@@ -48,5 +48,4 @@ class Operation:
     peer: Peer
     handle: Any
     done: Completion
-    payload_bytes: int  # of a push; 0 for probes
     posted_s: float

@@ -10,10 +10,10 @@ A lookup is advice: a holder checks its own cache before it pushes.
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 from core.identity import BlockHash
 from core.membership import WorkerRef
@@ -82,8 +82,6 @@ class IndexStats:
     lookups: int = 0
     hit_blocks: int = 0
     failures: int = 0  # calls that Redis failed or did not answer in time
-    skipped_lookups: int = 0  # answered empty at once, as Redis was known to be away
-    dropped_writes: int = 0  # block entries not announced, withdrawn or purged
 
 
 class PrefixIndex(Protocol):
@@ -176,7 +174,7 @@ class RedisPrefixIndex:
         for some in _batches(hashes):
             keys = [*map(self._block_key, some), self._holder_key(self._name)]
             call = partial(self._announce, keys, [self._name, self._ttl_ms, *some])
-            await self._write(len(some), call)
+            await self._redis.bounded(self._write_timeout_s, call)
 
     async def withdraw(self, hashes: Sequence[BlockHash]) -> None:
         for some in _batches(hashes):
@@ -184,10 +182,7 @@ class RedisPrefixIndex:
 
     async def lookup(self, hashes: Sequence[BlockHash]) -> PrefixHit:
         self.stats.lookups += 1
-        if not hashes:
-            return PrefixHit()
-        if self.away:
-            self.stats.skipped_lookups += 1
+        if not hashes or self.away:
             return PrefixHit()
         keys = [self._block_key(block_hash) for block_hash in hashes]
         answer = await self._redis.bounded(self._timeout_s, partial(self._lookup, keys, [self._name]))
@@ -218,11 +213,7 @@ class RedisPrefixIndex:
 
     async def _forget(self, name: str, hashes: Sequence[BlockHash]) -> None:
         keys = [*map(self._block_key, hashes), self._holder_key(name)]
-        await self._write(len(hashes), partial(self._withdraw, keys, [name, *hashes]))
-
-    async def _write(self, num_blocks: int, call: Callable[[], Awaitable[Any]]) -> None:
-        if await self._redis.bounded(self._write_timeout_s, call) is None:
-            self.stats.dropped_writes += num_blocks
+        await self._redis.bounded(self._write_timeout_s, partial(self._withdraw, keys, [name, *hashes]))
 
     def _failed(self) -> None:
         self.stats.failures += 1

@@ -9,8 +9,8 @@ import pytest
 from transport_ends import BOUND_S, Ends, connect, until
 
 from core.errors import InvariantBroken, TransferFailed, WorkerLost
-from kv_transfer.in_process import InProcessTransport
 from kv_transfer.pool import MemoryPool
+from tests.kv_transfer.in_process import InProcessTransport
 
 
 @pytest.fixture

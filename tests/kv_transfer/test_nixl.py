@@ -135,7 +135,7 @@ async def test_notices_before_listen_wait(ends: Ends) -> None:
     late = NixlTransport(WorkerRef("decode-0", "late"), IDENTITY, MemoryPool((blocks.ctypes.data,), 4, 4096))
     await source.transport.connect(late.describe())
     await source.transport.push(late.describe().ref, [0], [0], b"early")
-    await until(lambda: late.stats().notices_received == 1)
+    await until(lambda: len(late._inbox) == 1)
     heard: list[bytes] = []
     late.listen(lambda _, notice: heard.append(notice), lambda _: None)
     await until(lambda: heard == [b"early"])

