@@ -9,6 +9,7 @@ from typing import Final
 
 from core.errors import BadRequest
 from core.membership import Role
+from engine.scheduler_config import SchedulerConfig
 from kv_transfer.effects import LoadFailurePolicy
 from kv_transfer.faults import TransportFaults
 from kv_transfer.redis_url import RedisUrl
@@ -113,13 +114,20 @@ class WorkerConfig:
         require_range("num_blocks", self.num_blocks, 1, 1 << 22)
         require_range("block_size", self.block_size, 1, 256)
         require_range("token_budget", self.token_budget, 1, 65536)
-        require_range("prefill_delay_steps", self.prefill_delay_steps, 0, 1000)
-        if not self.max_decode_slowdown > 1.0:
-            raise BadRequest("max_decode_slowdown", f"must be a number above 1, got {self.max_decode_slowdown}")
+        _ = self.scheduling
         if self.adapters and self.tensor_parallel_size > 1:
             raise BadRequest("adapters", f"cannot be combined with tensor_parallel_size {self.tensor_parallel_size}")
         if self.redis_url is not None:
             RedisUrl.parse(self.redis_url)
+
+    @property
+    def scheduling(self) -> SchedulerConfig:
+        """Raises: BadRequest."""
+        return SchedulerConfig(
+            token_budget=self.token_budget,
+            prefill_delay_steps=self.prefill_delay_steps,
+            max_decode_slowdown=self.max_decode_slowdown,
+        )
 
 
 def require_range(name: str, value: float, low: float, high: float) -> None:

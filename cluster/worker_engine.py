@@ -16,7 +16,6 @@ from engine.grammar import GrammarCompiler
 from engine.load_runner import load_runner
 from engine.runner import ModelRunner
 from engine.scheduler import Scheduler
-from engine.scheduler_config import SchedulerConfig
 from engine.sequence import ModelLimits, StopWatch
 from engine.stop_watch import TextStopWatch
 from engine.tokenizer import Tokenizer
@@ -77,11 +76,8 @@ def build_engine(config: WorkerConfig, on_rank_lost: Callable[[RankLost], None] 
 
     pool = BlockPool(config.num_blocks)
     limits = ModelLimits(config.block_size, runner.max_context_tokens, tuple(tokenizer.eos_token_ids))
-    scheduling = SchedulerConfig(
-        token_budget=config.token_budget,
-        prefill_delay_steps=config.prefill_delay_steps,
-        max_decode_slowdown=config.max_decode_slowdown,
-    )
     grammars = GrammarCompiler(tokenizer, runner.vocab_size)
-    scheduler = Scheduler(scheduling, pool, limits, identity.digest(), watch, grammars.matcher, adapters.values())
+    scheduler = Scheduler(
+        config.scheduling, pool, limits, identity.digest(), watch, grammars.matcher, adapters.values()
+    )
     return Engine(runner, pool, scheduler, grammars, identity, geometry.block_bytes, frozenset(adapters.values()))

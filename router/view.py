@@ -141,7 +141,6 @@ class ClusterView:
 
     def assign(self, ref: WorkerRef, num_tokens: int) -> None:
         worker = self._workers[ref]
-        worker.open_requests += 1
         worker.open_tokens += num_tokens
         worker.weigh()
 
@@ -149,7 +148,6 @@ class ClusterView:
         """Take back an assignment; a worker that is gone took its own along."""
         worker = self._workers.get(ref)
         if worker is not None:
-            worker.open_requests -= 1
             worker.open_tokens -= num_tokens
             worker.weigh()
 

@@ -15,9 +15,9 @@ from router.policy.topology import ASSUMED_GBPS, nearness, neighbourhood
 
 @dataclass(slots=True, eq=False)
 class WorkerView:
-    """One incarnation. `open_requests` and `open_tokens` are what this router has given it and not got back yet:
-    newer than any report, so that a burst of requests does not all go to one worker. `others`: the same of all other
-    routers, as the worker reports it. move_at_s: while it drains, when what still runs there is moved elsewhere.
+    """One incarnation. `open_tokens`: what this router has given it and not got back yet: newer than any report, so
+    that a burst of requests does not all go to one worker. `others`: the same of all other routers, as the worker
+    reports it. move_at_s: while it drains, when what still runs there is moved elsewhere.
 
     slot: a small number, nobody else's while it lives. heard_at_s: when it last reported.
     prompt_tokens: left to compute, and kv_tokens: of open requests, whichever router gave them.
@@ -31,7 +31,6 @@ class WorkerView:
     load: WorkerLoad = field(default_factory=WorkerLoad)
     others: GivenWork = NOTHING_GIVEN
     heard_at_s: float = 0.0
-    open_requests: int = 0
     open_tokens: int = 0
     move_at_s: float = math.inf
     prefills: PrefillQueue = field(default_factory=PrefillQueue)

@@ -16,7 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from telemetry.buckets import DURATION_BUCKETS_S, TOKEN_BUCKETS, TPOT_BUCKETS_S, TTFT_BUCKETS_S
-from telemetry.slo_metrics import DEFAULT_TARGETS, SloMetrics, SloTargets
+from telemetry.slo_metrics import SloMetrics, SloTargets
 
 
 class Outcome(StrEnum):
@@ -37,8 +37,8 @@ class RouterMetrics:
         self,
         registry: CollectorRegistry,
         model_name: str,
-        slo: SloTargets = DEFAULT_TARGETS,
-        bands: tuple[str, ...] = ("interactive", "batch"),
+        slo: SloTargets,
+        bands: tuple[str, ...],
     ) -> None:
         self.registry = registry
         self.requests = Counter(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
@@ -21,11 +20,8 @@ class Objective(StrEnum):
 class SloTargets:
     """ttft_s: arrival to first token. itl_s: a gap between tokens."""
 
-    ttft_s: float = 2.5
-    itl_s: float = 0.1
-
-
-DEFAULT_TARGETS: Final = SloTargets()
+    ttft_s: float
+    itl_s: float
 
 
 class SloMetrics:

@@ -16,7 +16,9 @@ import pytest
 import yaml
 from prometheus_client import CollectorRegistry
 
+from router.admission.policy import Band
 from telemetry.router_metrics import PolicyMetrics, RouterMetrics, RouterState, RouterStateCollector, RoutingMetrics
+from telemetry.slo_metrics import SloTargets
 from telemetry.trace_metrics import TraceMetrics
 from telemetry.worker_metrics import WorkerMetrics, WorkerState
 from tests.deploy.chart import CHART, render
@@ -38,7 +40,7 @@ OURS: Final = re.compile(r"\b(?:tandem|vllm)[_:][a-zA-Z0-9_:]*")
 def exported() -> set[str]:
     """Every series that a router or a worker exports."""
     registry = CollectorRegistry()
-    RouterMetrics(registry, "tiny")
+    RouterMetrics(registry, "tiny", SloTargets(ttft_s=2.5, itl_s=0.1), tuple(Band))
     RoutingMetrics(registry)
     PolicyMetrics(registry)
     TraceMetrics(registry)

@@ -20,9 +20,11 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry, start_http_server
 
 from cluster.free_ports import free_ports
+from router.admission.policy import Band
 from router.front.generation import Front
 from router.front.openai_http import build_http_app
 from telemetry.router_metrics import Outcome, RouterMetrics, RouterState, RouterStateCollector, RoutingMetrics
+from telemetry.slo_metrics import SloTargets
 from telemetry.worker_metrics import WorkerMetrics, WorkerState
 from tests.deploy.chart import CHART
 from tests.deploy.serving import serving
@@ -34,7 +36,7 @@ TIMEOUT_S: Final = 60.0
 def router_app() -> web.Application:
     """The router's own front, which answers as it does in production; of the rest of the router it needs nothing."""
     registry = CollectorRegistry()
-    metrics = RouterMetrics(registry, "tiny")
+    metrics = RouterMetrics(registry, "tiny", SloTargets(ttft_s=2.5, itl_s=0.1), tuple(Band))
     metrics.requests.labels("completions", Outcome.OK).inc()
     RoutingMetrics(registry).planned("prefill_pool", 1, 0.0)
     state = RouterState(2, {}, {("decode", "ready"): 3}, 5, 10, 16)

@@ -100,7 +100,7 @@ class Cluster:
         assert (len(admission.line), admission.line.backlog, admission.out) == (0, 0, PromptsOut())
         assert self.dispatcher.num_queued == 0
         for worker in self.view.workers():
-            assert (worker.open_requests, worker.open_tokens, worker.prefills.num_tokens) == (0, 0, 0)
+            assert (worker.open_tokens, worker.prefills.num_tokens) == (0, 0)
 
 
 def request(name: str = "r", num_choices: int = 1) -> GenerateRequest:

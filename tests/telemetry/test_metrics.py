@@ -6,7 +6,9 @@ from dataclasses import replace
 
 from prometheus_client import CollectorRegistry, generate_latest
 
+from router.admission.policy import Band
 from telemetry.router_metrics import PolicyMetrics, RouterMetrics, RouterState, RouterStateCollector, RoutingMetrics
+from telemetry.slo_metrics import SloTargets
 from telemetry.trace_metrics import TraceMetrics
 from telemetry.worker_metrics import PushOutcome, WorkerMetrics, WorkerState
 
@@ -104,7 +106,7 @@ STATE = WorkerState(
 
 def test_router_series_are_public() -> None:
     registry = CollectorRegistry()
-    RouterMetrics(registry, "tiny")
+    RouterMetrics(registry, "tiny", SloTargets(ttft_s=2.5, itl_s=0.1), tuple(Band))
     RoutingMetrics(registry)
     PolicyMetrics(registry)
     registry.register(RouterStateCollector(lambda: RouterState(0, {}, {}, 0, 0, 0), "tiny"))

@@ -14,10 +14,12 @@ from aiohttp import web
 from front_fakes import CREATED_S, MODEL, ByteTokenizer, ScriptedDispatcher, check_grammar
 from prometheus_client import CollectorRegistry
 
+from router.admission.policy import Band
 from router.front.generation import Front
 from router.front.grpc_service import GrpcFront, build_grpc_server
 from router.front.openai_http import build_http_app, build_http_runner
 from telemetry.router_metrics import RouterMetrics
+from telemetry.slo_metrics import SloTargets
 
 
 @dataclass
@@ -37,7 +39,7 @@ def readiness() -> Switch:
 
 @pytest.fixture
 def metrics() -> RouterMetrics:
-    return RouterMetrics(CollectorRegistry(), MODEL.name)
+    return RouterMetrics(CollectorRegistry(), MODEL.name, SloTargets(ttft_s=2.5, itl_s=0.1), tuple(Band))
 
 
 @pytest.fixture

@@ -16,11 +16,13 @@ from prometheus_client import CollectorRegistry
 from tandem.v1 import inference_pb2, inference_pb2_grpc
 
 from core.request import GenerateRequest, TokenDelta
+from router.admission.policy import Band
 from router.front import grpc_service
 from router.front.generation import Front
 from router.front.grpc_service import build_grpc_server
 from router.front.openai_http import build_http_app, build_http_runner
 from telemetry.router_metrics import RouterMetrics
+from telemetry.slo_metrics import SloTargets
 
 TEN_MINUTES_S = 600.0
 SPEED = 300.0
@@ -40,7 +42,7 @@ def says_after(silence_s: float, text: str) -> Script:
 def make_front(script: Script) -> Front:
     dispatcher = ScriptedDispatcher()
     dispatcher.script = script
-    metrics = RouterMetrics(CollectorRegistry(), MODEL.name)
+    metrics = RouterMetrics(CollectorRegistry(), MODEL.name, SloTargets(ttft_s=2.5, itl_s=0.1), tuple(Band))
     return Front(dispatcher, ByteTokenizer(), MODEL, metrics, check_grammar, wall_clock=lambda: CREATED_S)
 
 
