@@ -31,7 +31,7 @@ from engine.step import StepPlan
 MEETING_S: Final = (
     5.0  # how long a leader that starts may take to see that a rank is gone; the meeting itself sees nothing
 )
-NOTICE_S: Final = 1.0  # how long after a broken pipe or gather the thread may take to find out why
+NOTICE_S: Final = 10.0  # after a broken pipe or gather: a rank closes them a while before its process has ended
 
 
 class Ranks:
