@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from core.identity import Adapter
 from core.request import GenerateRequest
 from engine.block_pool import BlockPool
 from engine.sequence import ModelLimits
@@ -12,6 +13,7 @@ from tests.engine.token_memory import TokenMemory, next_token, seed_of
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 24
+ADAPTER = Adapter("poet", "d1")  # that every worker has
 LIMITS = ModelLimits(BLOCK_SIZE, max_context_tokens=64, eos_token_ids=tuple(range(20)))
 
 
@@ -20,7 +22,7 @@ class WriteIntoForeignBlock(Exception):
 
 
 class ChainMemory(TokenMemory):
-    """A slot holds a digest of the salt and of all tokens up to its own, as real KV depends on all of them."""
+    """A slot holds a digest of salt, adapter and all tokens up to its own, as real KV depends on all of them."""
 
     def __init__(self, pool: BlockPool, salt_of: Callable[[str], str]) -> None:
         super().__init__(pool, BLOCK_SIZE)
@@ -33,7 +35,7 @@ class ChainMemory(TokenMemory):
 
     def _before(self, item: SequenceSlice) -> int:
         if item.start == 0:
-            return salted(self._salt_of(item.request_id))
+            return salted(self._salt_of(item.request_id) + item.adapter_digest)
         return self.slots.get(self._slot(item, item.start - 1), -1) & 0xFFFFFFFF
 
 
@@ -50,7 +52,7 @@ def undisturbed(request: GenerateRequest, choice: int = 0) -> list[int]:
     slots: list[int] = []
     seed = seed_of(request.sampling.for_choice(choice))
     output: list[int] = []
-    before = salted(request.cache_salt)
+    before = salted(request.cache_salt + (request.adapter.digest if request.adapter else ""))
     for token in request.prompt_token_ids:
         before = chained(before, token)
         slots.append(before)

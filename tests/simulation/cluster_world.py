@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from core.errors import Rejected, RejectReason
-from core.identity import BlockHash
+from core.identity import Adapter, BlockHash
 from core.membership import Role, WorkerRef
 from core.messages import (
     RefuseReason,
@@ -100,11 +100,13 @@ class World:
         dispatch: DispatcherConfig = DISPATCH,
         admission: AdmissionPolicy | None = None,
         routing: RoutingPolicy | None = None,
+        adapters: tuple[Adapter | None, ...] = (None,),
     ):
         self.rng = random.Random(seed)
         self.faults = faults
-        self.priorities = priorities  # given to requests in turn, and so are numbers of choices
+        self.priorities = priorities  # given to requests in turn, and so are numbers of choices, and adapters
         self.choices = choices
+        self.adapters = adapters
         self.now = 0.0
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
@@ -196,6 +198,7 @@ class World:
             cache_salt=self.rng.choice(["", "", "other"]),
             priority=self.priorities[number % len(self.priorities)],
             tenant=self.rng.choice(TENANTS) if self.admission else "",
+            adapter=self.adapters[number % len(self.adapters)],
         )
         client = self.ask(router, request, self.rng.choice(list(Placement)))
         if router is not None and self.rng.random() < self.faults.cancel:

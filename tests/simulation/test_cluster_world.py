@@ -18,6 +18,7 @@ import engine.sequence_maker
 import router.dispatcher
 from cluster.router_streams import RouterStream, RouterStreams
 from cluster.worker_role import WorkerRole
+from core.identity import Adapter, namespace
 from core.membership import Life, Role
 from core.messages import RefuseReason
 from core.request import GenerateRequest
@@ -29,6 +30,7 @@ from router.dispatcher import Dispatcher
 from router.flow import Leg
 from router.prefix_view import PrefixView
 from router.view import ClusterView
+from tests.simulation.chained_kv import ADAPTER
 from tests.simulation.cluster_world import NO_FAULTS, Faults, World
 from tests.simulation.planted_bugs import free_before_quiet
 from tests.simulation.world_client import Client
@@ -39,10 +41,12 @@ NUM_REQUESTS = 25
 SHARED_FAULTS = Faults(num_disturbances=8)
 PRIORITIES = (0, 0, 1, -1, 5)
 CHOICES = (1, 3, 1, 1, 2, 1, 1, 5)
+ADAPTERS = (None, ADAPTER, None, None, ADAPTER, None, None)
 
 
 def run_world(seed: int, faults: Faults | None = None, num_routers: int = 1, num_requests: int = NUM_REQUESTS) -> World:
-    world = World(seed, faults or Faults(), PRIORITIES, CHOICES, num_routers)
+    adapters = (None,) if faults is ONLY_DRAINS else ADAPTERS
+    world = World(seed, faults or Faults(), PRIORITIES, CHOICES, num_routers, adapters=adapters)
     try:
         world.run(num_requests)
     except BaseException as error:
@@ -59,6 +63,7 @@ def test_every_stream_is_its_undisturbed_run_or_ends_in_an_error() -> None:
         for client in world.clients:
             seen["finished"] += client.finished
             seen["finished choices"] += client.finished and len(client.expected) > 1
+            seen["finished with an adapter"] += client.finished and client.request.adapter is not None
             seen["left"] += client.left
             seen["migrated"] += client.finished and client.num_migrations > 0
             seen["migrated choices"] += client.finished and client.num_migrations > 1 and len(client.expected) > 1
@@ -68,8 +73,8 @@ def test_every_stream_is_its_undisturbed_run_or_ends_in_an_error() -> None:
         seen["preempted"] += sum(host.scheduler.num_preemptions for host in world.hosts.values())
         seen["copied"] += sum(host.memory.copied_blocks for host in world.hosts.values())
     # Every way out is walked, else this proves little.
-    ways = ("finished", "finished choices", "left", "migrated", "migrated choices", "preempted", "copied",
-            "switch in time", "switch not idle", "end in time")  # fmt: skip
+    ways = ("finished", "finished choices", "finished with an adapter", "left", "migrated", "migrated choices",
+            "preempted", "copied", "switch in time", "switch not idle", "end in time")  # fmt: skip
     assert chosen or all(seen[way] for way in (*ways, "Rejected")), seen
 
 
@@ -229,7 +234,30 @@ def push_without_a_reference(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def one_cache_for_all_salts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prefix hits across tenants."""
-    monkeypatch.setattr(engine.sequence_maker, "namespace", lambda _digest, _tenant, _salt: bytes(32))
+
+    def root(digest: bytes, _tenant: str, _salt: str, adapter: Adapter | None) -> bytes:
+        return namespace(digest, "", "", adapter)
+
+    monkeypatch.setattr(engine.sequence_maker, "namespace", root)
+
+
+def one_cache_for_all_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefix hits across the model and its adapters."""
+
+    def root(digest: bytes, tenant: str, salt: str, _adapter: Adapter | None) -> bytes:
+        return namespace(digest, tenant, salt)
+
+    monkeypatch.setattr(engine.sequence_maker, "namespace", root)
+
+
+def forget_the_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream goes on elsewhere with the model as it is."""
+    rest_of = Leg._rest_of
+
+    def bare(self: Leg, index: int) -> GenerateRequest:
+        return replace(rest_of(self, index), adapter=None)
+
+    monkeypatch.setattr(Leg, "_rest_of", bare)
 
 
 def free_under_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -324,6 +352,8 @@ def believe_the_dead(monkeypatch: pytest.MonkeyPatch) -> None:
         (lambda monkeypatch: free_before_quiet(monkeypatch.setattr), "WriteIntoForeignBlock"),
         (push_without_a_reference, "WrongStream"),
         (one_cache_for_all_salts, "WrongStream"),
+        (one_cache_for_all_adapters, "WrongStream"),
+        (forget_the_adapter, "WrongStream"),
         (free_under_a_step, "WriteIntoForeignBlock"),
         (use_attempt_ids_again, "InvariantBroken"),
         (land_a_prefix_one_block_off, "WrongStream"),

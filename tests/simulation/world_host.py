@@ -43,7 +43,7 @@ from kv_transfer.effects import (
 )
 from kv_transfer.session import HandoffSessions
 from prefill_worker.session import LookUpPrefix, PrefillConfig, PrefillSession
-from tests.simulation.chained_kv import BLOCK_SIZE, LIMITS, NUM_BLOCKS, ChainMemory, WriteIntoForeignBlock
+from tests.simulation.chained_kv import ADAPTER, BLOCK_SIZE, LIMITS, NUM_BLOCKS, ChainMemory, WriteIntoForeignBlock
 
 if TYPE_CHECKING:
     from tests.simulation.cluster_world import World
@@ -72,12 +72,12 @@ class Host:
         self.pool = BlockPool(NUM_BLOCKS)
         self.memory = ChainMemory(self.pool, world.salts.__getitem__)
         budget = world.rng.choice([8, 16, 64])
-        self.scheduler = Scheduler(SchedulerConfig(budget, 16), self.pool, LIMITS, b"id", _no_watch)
+        self.scheduler = Scheduler(SchedulerConfig(budget, 16), self.pool, LIMITS, b"id", _no_watch, adapters=[ADAPTER])
         policy = world.rng.choice(list(LoadFailurePolicy))
         self.handoffs = HandoffSessions(ref, self.pool, LEASE, self.pool.match, load_failure=policy)
         self.streams = RouterStreams(self.pool)
         self.role = WorkerRole(role, self.make_session, self.streams.send, self.scheduler, self.handoffs)
-        self.info = WorkerInfo(ref, role, f"{ref}", b"id", BLOCK_SIZE, 1, NUM_BLOCKS, 64)
+        self.info = WorkerInfo(ref, role, f"{ref}", b"id", BLOCK_SIZE, 1, NUM_BLOCKS, 64, adapters=frozenset({ADAPTER}))
         self.links: dict[Link, float] = {}  # and when its router was heard
         self.peers: dict[WorkerRef, None] = {}  # known and not dead
         self.connected: dict[WorkerRef, None] = {}
