@@ -88,7 +88,7 @@ class Cluster:
     def check(self) -> None:
         workers = self.view.workers()
         for worker in workers:
-            counters = worker.open_requests, worker.open_tokens, worker.prefills.num_tokens, worker.prompt_tokens
+            counters = worker.open_tokens, worker.prefills.num_tokens, worker.prompt_tokens
             assert min(*counters, worker.kv_tokens) >= 0, counters
             assert all(worker.slot in self.view.at(slot).links for slot in worker.links)
         assert len({worker.slot for worker in workers}) == len(workers)

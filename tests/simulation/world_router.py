@@ -278,8 +278,7 @@ class Router:
 
     def check_over(self) -> None:
         books = [
-            (worker.open_requests, worker.open_tokens, worker.prefills.num_tokens, worker.others.num_tokens)
-            for worker in self.view.workers()
+            (worker.open_tokens, worker.prefills.num_tokens, worker.others.num_tokens) for worker in self.view.workers()
         ]
         dispatcher, out = self.dispatcher, self.dispatcher.admission.out
         attempts, backlog = dispatcher._books.attempts, dispatcher.admission.line.backlog
