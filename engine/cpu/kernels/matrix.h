@@ -126,16 +126,22 @@ TANDEM_INLINE void find_columns(const Unit* panels, int num_steps, const Unit* (
         columns[column] = panels + column / panel_vectors * panel_units + column % panel_vectors * num_lanes;
 }
 
+// From so many rows on, a step of a panel computes for longer than the processor looks ahead in a stream: asked for so far
+// ahead, weights come in 0.9 of the time; with fewer rows in up to 1.3 times (bench/results/2026-11-30-engine.md).
+constexpr int least_rows_ahead = 7, bytes_ahead = 8192;
+
 // All outputs of a few rows, which share one high tile: a panel's products hide the wait for the next.
 template <class Unit, int Rows, class Finish>
 void multiply_few(const Unit* left, long left_stride, const PackedMatrix<Unit>& matrix, Finish finish) {
+    constexpr int ahead = Rows >= least_rows_ahead ? bytes_ahead : 0;
+    static_assert(panel_columns * sizeof(Unit) == 2 * line_bytes || !ahead, "a step of a panel is two lines");
     const int part_steps = matrix.part_steps();
     for (int panel = 0; panel < matrix.num_panels; ++panel) {
         Tile<Rows, panel_vectors> sums = {};
         for (int step = 0; step < matrix.num_steps; step += part_steps) {
             const Unit* right[panel_vectors];
             find_columns(matrix.steps(static_cast<long>(panel) * matrix.num_steps + step, part_steps), part_steps, right);
-            accumulate<Unit, Rows, panel_vectors>(sums, left + step, left_stride, right, panel_columns, part_steps);
+            accumulate<Unit, Rows, panel_vectors, ahead>(sums, left + step, left_stride, right, panel_columns, part_steps);
         }
         finish(sums, 0, panel * panel_columns);
     }

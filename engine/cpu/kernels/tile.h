@@ -27,10 +27,12 @@ using Tile = Lanes[Rows][Columns];
 
 // tile[row][column] += sum over steps of left[row][step] * right[column][step].
 //   left: rows `left_stride` units apart.   right[column]: sixteen units per step, steps `right_stride` units apart.
-template <class Unit, int Rows, int Columns>
+//   Ahead: how many bytes ahead of right[0] memory is fetched, two lines a step; 0: not.
+template <class Unit, int Rows, int Columns, int Ahead = 0>
 TANDEM_INLINE void accumulate(Tile<Rows, Columns>& tile, const Unit* left, long left_stride,
                               const Unit* const (&right)[Columns], long right_stride, int num_steps) {
     for (int step = 0; step < num_steps; ++step) {
+        if constexpr (Ahead > 0) prefetch_ahead<Ahead>(right[0] + step * right_stride);
         decltype(load(right[0])) columns[Columns];
 #pragma GCC unroll 4
         for (int column = 0; column < Columns; ++column) columns[column] = load(right[column] + step * right_stride);
