@@ -9,15 +9,16 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 
-from core.membership import WorkerRef
+from core.membership import WorkerInfo, WorkerRef
 from core.request import GenerateRequest, Placement
 from router.policy.affinity import session_key
 from router.policy.candidates import Candidate, Search
 from router.policy.cost import CostModel, Score
 from router.policy.routing_policy import RoutingPolicy
+from router.prefix_view import Run
 from router.view import ClusterView
 
 
@@ -96,14 +97,7 @@ def choose(
     decodes = search.decodes(paired=ask.placement is not Placement.LOCAL)
     if not decodes:
         return None
-    info = decodes[0].worker.info
-    block_cost = info.block_bytes / 1e9 / view.paces.usual if view.paces.usual else 0.0
-    exposed = view.exposed.by_lane(now)
-    model = CostModel(policy, request.num_given_tokens, info.block_size, block_cost, exposed=exposed)
-    if runs:
-        longest = runs[-1]
-        holder = (longest.holders & -longest.holders).bit_length() - 1
-        model = replace(model, longest_blocks=longest.num_blocks, holder=holder)
+    model = _cost_model(ask, view, policy, runs, decodes[0].worker.info, now)
     if ask.placement is Placement.LOCAL:
         return Plan(PlanReason.ASKED, (model.cheapest_local(decodes, 1.0),))
     remote = model.cheapest_remote(decodes, search.prefills(decodes))
@@ -112,6 +106,22 @@ def choose(
     if remote is None:
         return Plan(PlanReason.NO_PREFILL_WORKER, (model.cheapest_local(decodes, 1.0),))
     return _decide(model, decodes, remote, local_cost)
+
+
+def _cost_model(
+    ask: Ask, view: ClusterView, policy: RoutingPolicy, runs: Sequence[Run], info: WorkerInfo, now: float
+) -> CostModel:
+    """runs: of cached blocks, the longest last. info: of any worker, as all have the same blocks."""
+    longest = runs[-1] if runs else Run(0, 0)
+    return CostModel(
+        policy,
+        ask.request.num_given_tokens,
+        info.block_size,
+        block_cost=info.block_bytes / 1e9 / view.paces.usual if view.paces.usual else 0.0,
+        longest_blocks=longest.num_blocks,
+        holder=(longest.holders & -longest.holders).bit_length() - 1,
+        exposed=view.exposed.by_lane(now),
+    )
 
 
 def _decide(model: CostModel, decodes: list[Candidate], remote: Score, cost: float) -> Plan:
