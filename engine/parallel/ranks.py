@@ -28,9 +28,7 @@ from engine.parallel.rank import MakeShardRunner, serve_rank
 from engine.parallel.shard import Shard
 from engine.step import StepPlan
 
-MEETING_S: Final = (
-    5.0  # how long a leader that starts may take to see that a rank is gone; the meeting itself sees nothing
-)
+MEETING_S: Final = 5.0  # a leader that starts sees by then that a rank is gone; the meeting itself sees nothing
 NOTICE_S: Final = 10.0  # after a broken pipe or gather: a rank closes them a while before its process has ended
 
 
