@@ -16,6 +16,8 @@ from cluster.config import ClusterConfig
 from core.errors import BadRequest
 
 VARIABLE_PREFIX: Final = "TANDEM_"
+# The others: bytes that are no text, a date or number that is none, brackets without end.
+NOT_YAML: Final = (yaml.YAMLError, ValueError, RecursionError)
 
 
 def load_cluster_config(file: Path | None, overrides: Mapping[str, Any], default_model: Path) -> ClusterConfig:
@@ -38,14 +40,21 @@ def load_cluster_config(file: Path | None, overrides: Mapping[str, Any], default
             raise BadRequest(name, f"is not a setting; the settings are {', '.join(hints)}")
         values[name] = _typed(name, value, hints[name])
     config = ClusterConfig(**values)
-    policy_file = config.policy_file and config.policy_file.expanduser().absolute()
-    return replace(config, model_folder=config.model_folder.expanduser().absolute(), policy_file=policy_file)
+    policy_file = config.policy_file and _absolute("policy_file", config.policy_file)
+    return replace(config, model_folder=_absolute("model_folder", config.model_folder), policy_file=policy_file)
 
 
 def _adapter_folder(folder: object) -> Path:
     if not folder or not isinstance(folder, str | Path):
         raise BadRequest("adapters", f"each name needs a folder, got {folder!r}")
-    return Path(folder).expanduser().absolute()
+    return _absolute("adapters", Path(folder))
+
+
+def _absolute(name: str, path: Path) -> Path:
+    try:
+        return path.expanduser().absolute()
+    except RuntimeError as error:  # ~ of a user who is not there
+        raise BadRequest(name, f"{path}: {error}") from error
 
 
 def _environment() -> dict[str, Any]:
@@ -61,14 +70,14 @@ def _environment() -> dict[str, Any]:
 def _read_scalar(text: str) -> object:
     try:
         return yaml.safe_load(text)
-    except yaml.YAMLError:
+    except NOT_YAML:
         return text  # of no other type either: refused by its name
 
 
 def _read_yaml(file: Path) -> dict[str, Any]:
     try:
         values = yaml.safe_load(file.read_text())
-    except (OSError, yaml.YAMLError) as error:
+    except (OSError, *NOT_YAML) as error:
         raise BadRequest("config", f"cannot be read: {error}") from error
     if values is None:
         return {}
@@ -81,7 +90,10 @@ def _typed(name: str, value: object, hint: object) -> object:
     """`value` if it is of the field's type; whole numbers also do for float fields."""
     allowed = _kinds(hint)
     if float in allowed and type(value) is int:
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError as error:
+            raise BadRequest(name, f"{error}") from error
     # bool is a subclass of int: `http_port: true` must not pass.
     misplaced_bool = isinstance(value, bool) and bool not in allowed
     if misplaced_bool or not isinstance(value, allowed):

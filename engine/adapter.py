@@ -124,9 +124,10 @@ class _Reader:
             return None
         shrink = torch.cat([self.tensors.read(_tensor(index, target, "A"), torch.float32) for target in adapted])
         expand = torch.block_diag(*(self._expand(index, target) for target in targets))
-        if not is_finite(expand):
-            raise BadModel(f"{self.folder / CONFIG_FILE}: lora_alpha: makes layer {index} infinite")
-        return LowRank(shrink.to(self.dtype), expand.to(self.dtype).contiguous())
+        pair = LowRank(shrink.to(self.dtype), expand.to(self.dtype).contiguous())
+        if not (is_finite(pair.shrink) and is_finite(pair.expand)):
+            raise BadModel(f"{self.folder}: layer {index}: too large for {self.dtype}, lora_alpha in it")
+        return pair
 
     def _expand(self, index: int, target: str) -> torch.Tensor:
         """[num_outputs, rank]; without columns where the adapter leaves the projection alone."""

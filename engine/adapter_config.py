@@ -18,6 +18,7 @@ from engine.json_file import read_json_object
 CONFIG_FILE: Final = "adapter_config.json"
 TENSOR_FILE: Final = "adapter_model.safetensors"
 MAX_RANK: Final = 512
+MAX_ALPHA: Final = 1e9
 TARGETS: Final = {  # short name to what stands before it in a tensor's name
     "q_proj": "self_attn",
     "k_proj": "self_attn",
@@ -78,8 +79,8 @@ def _parse(fields: Mapping[str, Any]) -> AdapterConfig:
     rank, alpha, rslora = fields.get("r"), fields.get("lora_alpha"), fields.get("use_rslora", False)
     if isinstance(rank, bool) or not isinstance(rank, int) or not 1 <= rank <= MAX_RANK:
         raise BadModel(f"r: must be a whole number in [1, {MAX_RANK}], got {rank!r}")
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
-        raise BadModel(f"lora_alpha: must be a number, got {alpha!r}")
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not abs(alpha) <= MAX_ALPHA:
+        raise BadModel(f"lora_alpha: must be a number of at most {MAX_ALPHA:g}, got {alpha!r}")
     if not isinstance(rslora, bool):
         raise BadModel(f"use_rslora: must be true or false, got {rslora!r}")
     # Source: LoRA, arXiv:2106.09685; rank-stabilised, arXiv:2312.03732.

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -25,12 +25,16 @@ def weights_digest(folder: Path) -> str:
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise BadModel(f"{folder}: no safetensors file")
-    return _digest_files([folder / "config.json", *files])
+    return _digest_files([folder / "config.json", *files], _known_digest)
 
 
 def adapter_digest(folder: Path) -> str:
-    """SHA-256, in hex, over a LoRA adapter's files. Raises: BadModel: one is missing or cannot be read."""
-    return _digest_files([folder / CONFIG_FILE, folder / TENSOR_FILE])
+    """SHA-256, in hex, over a LoRA adapter's files. Raises: BadModel: one is missing or cannot be read.
+
+    Read each time: adapters of one kind have one size, those of an image often one time, and whoever wrote the folder
+    could have put digests of another adapter's beside it, which would then share its KV.
+    """
+    return _digest_files((folder / name for name in (CONFIG_FILE, TENSOR_FILE)), _read_digest)
 
 
 def read_adapters(folders: Mapping[str, Path]) -> dict[str, Adapter]:
@@ -40,29 +44,33 @@ def read_adapters(folders: Mapping[str, Path]) -> dict[str, Adapter]:
 
 def tokenizer_digest(folder: Path) -> str:
     """SHA-256, in hex, over tokenizer.json. Raises: BadModel: it is missing or cannot be read."""
-    return _digest_files([folder / "tokenizer.json"])
+    return _digest_files([folder / "tokenizer.json"], _known_digest)
 
 
-def _digest_files(paths: Iterable[Path]) -> str:
+def _digest_files(paths: Iterable[Path], digest: Callable[[Path], str]) -> str:
     """Over names and content digests of `paths`, in order."""
     joined = hashlib.sha256()
     for path in paths:
-        joined.update(f"{path.name}\0{_file_digest(path)}\n".encode())
+        try:
+            joined.update(f"{path.name}\0{digest(path)}\n".encode())
+        except OSError as error:
+            raise BadModel(f"{path}: cannot be read: {error}") from error
     return joined.hexdigest()
 
 
-def _file_digest(path: Path) -> str:
+def _read_digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _known_digest(path: Path) -> str:
     """SHA-256 of one file, read once per (name, size, modification time): half a gigabyte takes 0.5 s or more."""
-    try:
-        status = path.stat()
-        key = f"{path.name}:{status.st_size}:{status.st_mtime_ns}"
-        cached = _read_cache(path.parent)
-        if key not in cached:
-            with path.open("rb") as file:
-                cached[key] = hashlib.file_digest(file, "sha256").hexdigest()
-            _write_cache(path.parent, cached)
-    except OSError as error:
-        raise BadModel(f"{path}: cannot be read: {error}") from error
+    status = path.stat()
+    key = f"{path.name}:{status.st_size}:{status.st_mtime_ns}"
+    cached = _read_cache(path.parent)
+    if key not in cached:
+        cached[key] = _read_digest(path)
+        _write_cache(path.parent, cached)
     return cached[key]
 
 

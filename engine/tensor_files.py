@@ -22,6 +22,7 @@ from engine.quantisation import (
 )
 
 SINGLE_FILE: Final = "model.safetensors"
+INDEX_FILE: Final = "model.safetensors.index.json"
 FLOATS: Final = ("F32", "F16", "BF16")  # as safetensors spells them
 BYTES: Final = "U8"
 
@@ -29,11 +30,11 @@ BYTES: Final = "U8"
 class TensorFiles:
     """The safetensors files of a folder as one mapping from tensor name to tensor.
 
-    file: its name, or, where there are several, that of their index without `.index.json`.
+    file: its name; None: a model's one file, or those that its index names.
     asked_by: what says which shapes the tensors must have.
     """
 
-    def __init__(self, folder: Path, file: str = SINGLE_FILE, asked_by: str = "config.json") -> None:
+    def __init__(self, folder: Path, file: str | None = None, asked_by: str = "config.json") -> None:
         self._folder = folder
         self._file = file
         self._asked_by = asked_by
@@ -108,10 +109,13 @@ class TensorFiles:
             yield f"tensor {name} has shape {list(found)}, {self._asked_by} asks for {list(shape)}{unit}"
 
     def _paths(self) -> list[Path]:
-        index = self._folder / f"{self._file}.index.json"
-        if not index.exists():
-            return [self._folder / self._file]
+        index = self._folder / INDEX_FILE
+        if self._file is not None or not index.exists():
+            return [self._folder / (self._file or SINGLE_FILE)]
         weight_map = read_json_object(index).get("weight_map")
         if not isinstance(weight_map, dict):
             raise BadModel(f"{index.name}: weight_map: missing")
+        for name in weight_map.values():  # what lies elsewhere is not in the digest (engine/digest.py)
+            if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
+                raise BadModel(f"{index.name}: weight_map: must name safetensors files beside it, got {name!r}")
         return [self._folder / name for name in sorted(set(weight_map.values()))]

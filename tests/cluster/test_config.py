@@ -106,12 +106,30 @@ def test_the_environment_wins_over_the_file_and_flags_over_the_environment(
     assert (config.aggregated, config.lease_s) == (True, 4.0)
 
 
-@pytest.mark.parametrize("value", ["tcp://10.0.0.1:8000", "[", "8000.5"])
+@pytest.mark.parametrize("value", ["tcp://10.0.0.1:8000", "[", "8000.5", "2026-99-99", "9" * 5000, "[" * 5000])
 def test_a_wrong_variable_is_refused_by_its_fields_name(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     monkeypatch.setenv("TANDEM_HTTP_PORT", value)
     with pytest.raises(BadRequest) as caught:
         load_cluster_config(None, {}, MODEL)
     assert caught.value.field == "http_port"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("policy_file", "~nobody-of-this-name/p"),
+        ("model_folder", "~nobody-of-this-name/m"),
+        ("adapters", "{a: ~nobody-of-this-name/a}"),
+        ("max_decode_slowdown", "9" * 400),
+    ],
+)
+def test_a_variable_that_means_nothing_here_is_refused_by_its_fields_name(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    monkeypatch.setenv(f"TANDEM_{name.upper()}", value)
+    with pytest.raises(BadRequest) as caught:
+        load_cluster_config(None, {}, MODEL)
+    assert caught.value.field == name
 
 
 def test_the_registry_is_reached_at_its_routers_name() -> None:
@@ -171,10 +189,10 @@ def test_affinities_that_nobody_can_take_are_refused(field: str, settings: dict[
     assert caught.value.field == field
 
 
-@pytest.mark.parametrize("text", ["- a\n- b\n", "a: [\n", "nonsense"])
+@pytest.mark.parametrize("text", ["- a\n- b\n", "a: [\n", "nonsense", "\xff", "a: 2026-99-99", "[" * 5000])
 def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path, text: str) -> None:
     file = tmp_path / "cluster.yaml"
-    file.write_text(text)
+    file.write_bytes(text.encode("latin-1"))
     with pytest.raises(BadRequest) as caught:
         load_cluster_config(file, {}, MODEL)
     assert caught.value.field == "config"

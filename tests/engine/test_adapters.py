@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -16,7 +18,7 @@ from core.request import GenerateRequest, StopConditions
 from engine.adapter import load_adapter
 from engine.adapter_config import CONFIG_FILE, TENSOR_FILE, AdapterConfig
 from engine.block_pool import BlockPool
-from engine.digest import adapter_digest
+from engine.digest import CACHE_FILE, adapter_digest
 from engine.model_config import ModelConfig
 from engine.scheduler import Scheduler
 from engine.scheduler_config import SchedulerConfig
@@ -97,6 +99,7 @@ def test_a_worker_takes_no_adapter_that_it_lacks_or_has_otherwise() -> None:
         ("r", None),
         ("lora_alpha", "16"),
         ("lora_alpha", float("nan")),
+        ("lora_alpha", 10**400),
         ("use_rslora", "yes"),
         ("target_modules", []),
         ("target_modules", "all-linear"),
@@ -133,6 +136,13 @@ def test_other_tensors_are_refused_by_name(tiny_folder: Path, tmp_path: Path) ->
     refused(intact | {name: torch.zeros(96, 8)}, rf"{name} has shape \[96, 8\], the base model with {CONFIG_FILE} asks")
     refused(intact | {name: torch.full((96, 4), torch.nan)}, f"{name} holds NaN")
     refused(intact | {name: torch.zeros(96, 4, dtype=torch.int8)}, f"{name} has dtype I8")
+    large = intact | {name: torch.full((96, 4), 3.4e38)}  # with the scale
+    refused(large, r"layer 1: too large for torch\.float32")
+    edge = torch.finfo(torch.float32).max  # finite, but not when bfloat16 rounds it
+    save_file(intact | {name.replace("lora_B", "lora_A"): torch.full((4, 96), edge)}, folder / TENSOR_FILE)
+    load_adapter(folder, config, torch.float32)
+    with pytest.raises(BadModel, match=r"layer 1: too large for torch\.bfloat16"):
+        load_adapter(folder, config, torch.bfloat16)
     save_file(intact, folder / TENSOR_FILE)
     load_adapter(folder, config, torch.float32)
     (folder / TENSOR_FILE).unlink()
@@ -147,6 +157,23 @@ def test_the_digest_is_of_content(tiny_folder: Path, tmp_path: Path) -> None:
     ]
     assert digests[0] == digests[1]
     assert len(set(digests)) == 3
+
+
+def test_the_digest_is_of_what_is_loaded(tiny_folder: Path, tmp_path: Path) -> None:
+    """Else one adapter's KV would be found by another one's requests: no time, cache or index may hide content."""
+    first, other = (write_adapter(tmp_path / str(seed), tiny_folder, seed=seed) for seed in range(2))
+    config, file = ModelConfig.load(tiny_folder), first / TENSOR_FILE
+    before, times_ns = adapter_digest(first), (file.stat().st_atime_ns, file.stat().st_mtime_ns)
+    assert not (first / CACHE_FILE).exists()
+    shutil.copyfile(other / TENSOR_FILE, file)
+    os.utime(file, ns=times_ns)
+    assert adapter_digest(first) == adapter_digest(other) != before
+    third = write_adapter(tmp_path / "2", tiny_folder, seed=2)
+    weight_map = dict.fromkeys(load_file(file), f"../1/{TENSOR_FILE}")
+    (third / f"{TENSOR_FILE}.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    loaded = [load_adapter(folder, config, torch.float32)[0].qkv for folder in (other, third)]
+    assert adapter_digest(third) != adapter_digest(other)
+    assert loaded[0] and loaded[1] and not torch.equal(loaded[0].expand, loaded[1].expand)
 
 
 def _no_watch(_request: GenerateRequest) -> None:

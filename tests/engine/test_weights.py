@@ -106,6 +106,16 @@ def test_sharded_files_give_the_same_logits(folder: Path, tmp_path: Path) -> Non
         _load(sharded)
 
 
+@pytest.mark.parametrize(
+    "file", ["../other/model.safetensors", "/other/model.safetensors", "..", "config.json", 1, [1]]
+)
+def test_an_index_that_names_other_folders_files_is_refused(folder: Path, file: object) -> None:
+    """The digest is of the folder's safetensors files (engine/digest.py)."""
+    write_json(folder / "model.safetensors.index.json", {"weight_map": {"a": file}})
+    with pytest.raises(BadModel, match="weight_map: must name safetensors files beside it"):
+        _load(folder)
+
+
 @pytest.mark.parametrize("content", [b"", b"not safetensors at all"])
 def test_damaged_files_are_named(folder: Path, content: bytes) -> None:
     (folder / "model.safetensors").write_bytes(content)
