@@ -101,4 +101,4 @@ def forget_what_was_taken_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_walk_finds_a_planted_bug(plant, seen_as: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
     plant(monkeypatch)
     with pytest.raises(seen_as):
-        walk(range(NUM_SEEDS))
+        walk(range(100))
