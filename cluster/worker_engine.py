@@ -10,6 +10,7 @@ from cluster.worker_config import WorkerConfig
 from core.errors import RankLost
 from core.identity import SCHEMA_REVISION, Adapter, CacheIdentity
 from core.request import GenerateRequest
+from engine.adapter_check import require_finite
 from engine.block_pool import BlockPool
 from engine.digest import read_adapters, tokenizer_digest, weights_digest
 from engine.grammar import GrammarCompiler
@@ -44,6 +45,7 @@ def build_engine(config: WorkerConfig, on_rank_lost: Callable[[RankLost], None] 
     folder = config.model_folder
     tokenizer = Tokenizer.load(folder)
     adapters = read_adapters(config.adapters)
+    adapter_folders = {adapter.digest: config.adapters[name] for name, adapter in adapters.items()}
     runner = load_runner(
         folder,
         config.dtype,
@@ -54,8 +56,9 @@ def build_engine(config: WorkerConfig, on_rank_lost: Callable[[RankLost], None] 
         unpack=config.unpack_weights,
         tensor_parallel_size=config.tensor_parallel_size,
         on_rank_lost=on_rank_lost,
-        adapters={adapter.digest: config.adapters[name] for name, adapter in adapters.items()},
+        adapters=adapter_folders,
     )
+    require_finite(runner, adapter_folders)
     geometry = runner.geometry
     identity = CacheIdentity(
         schema_revision=SCHEMA_REVISION,

@@ -7,10 +7,13 @@ import random
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import pytest
 import torch
 
+from core.errors import BadModel
 from core.identity import Adapter
 from core.request import GenerateRequest, StopConditions
+from engine.adapter_check import require_finite
 from engine.adapter_config import TARGETS
 from engine.scheduler_config import SchedulerConfig
 from engine.torch_runner import TorchModelRunner
@@ -101,6 +104,17 @@ def assert_scheduled_requests_agree(load: Load, model_folder: Path, folder: Path
         assert one_by_one.generate([request], config) == {request.request_id: alone[request.request_id]}
         first = request.request_id.startswith("0")
         assert one_by_one.cached_tokens[request.request_id] == (0 if first else (len(prompt) - 1) // 16 * 16)
+
+
+def assert_overflow_is_found(load: Load, model_folder: Path, folder: Path) -> None:
+    """Finite weights, but what they give is not: found before a request has the adapter."""
+    good = write_adapter(folder / "good", model_folder)
+    large = write_adapter(folder / "large", model_folder, strength=1e30)
+    for dtype in ("float32", "bfloat16"):
+        runner = load(model_folder, dtype, {"good": good, "large": large})
+        require_finite(runner, {"good": good})
+        with pytest.raises(BadModel, match=f"{large}: cannot be computed: logits hold a NaN"):
+            require_finite(runner, {"good": good, "large": large})
 
 
 def adapters(model_folder: Path, folder: Path) -> dict[str, Path]:

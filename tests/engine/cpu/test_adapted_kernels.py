@@ -19,6 +19,7 @@ from engine.weights import load_weights
 from tests.engine.adapted import (
     assert_merged_model_agrees,
     assert_mixed_batches_agree,
+    assert_overflow_is_found,
     assert_scheduled_requests_agree,
 )
 from tests.engine.random_models import CASES, Case
@@ -54,6 +55,10 @@ def test_portable_kernels_do_not_change_a_bit(tiny_folder: Path, dtype: str, tmp
 
 def test_scheduled_requests_say_what_they_say_alone(tiny_folder: Path, tmp_path: Path) -> None:
     assert_scheduled_requests_agree(_load, tiny_folder, tmp_path)
+
+
+def test_an_adapter_that_cannot_be_computed_is_found(tiny_folder: Path, tmp_path: Path) -> None:
+    assert_overflow_is_found(_load, tiny_folder, tmp_path)
 
 
 def test_a_slice_of_an_adapter_that_is_not_loaded_is_named(tiny_folder: Path) -> None:
