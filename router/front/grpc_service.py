@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, NoReturn
 
 import grpc
@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 
 SERVICE_NAME: Final = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
 MAX_MESSAGE_BYTES: Final = 16 << 20
+MAX_ERROR_BYTES: Final = 1000  # sent twice, spelled with up to three bytes each, in trailers that may have 8 KiB
 # Gateways ping every 30 s even when idle; the core's defaults would answer with GOAWAY too_many_pings
 # (vllm#55102). `min_recv_ping_interval...` is silently ignored: this is the name that works.
 SERVER_OPTIONS: Final[tuple[tuple[str, int], ...]] = (
@@ -178,8 +179,15 @@ async def _abort(context: grpc.aio.ServicerContext, error: Exception) -> NoRetur
     seen = edge_error(error)
     if seen.grpc_status is grpc.StatusCode.INTERNAL:
         logger.error("request failed", exc_info=error)
+    seen = replace(seen, message=_short(seen.message))
     await context.abort(seen.grpc_status, seen.message, seen.grpc_trailers)
     raise AssertionError("abort raises")
+
+
+def _short(message: str) -> str:
+    """It may quote its caller, who may have written megabytes, and name all adapters."""
+    text = message.encode(errors="replace")
+    return message if len(text) <= MAX_ERROR_BYTES else text[:MAX_ERROR_BYTES].decode(errors="ignore") + " ..."
 
 
 def _draft(request: inference_pb2.GenerateRequest, request_id: str, served_name: str) -> tuple[Placement, Draft]:

@@ -301,3 +301,13 @@ async def test_reflection_is_enough_to_call_us(grpc_front: tuple[GrpcFront, int]
     )
     responses: list[Any] = [item async for item in call(request_class(text="hi"))]
     assert "".join(response.text for response in responses) == "ok"
+
+
+@pytest.mark.parametrize("model", ["x" * 20_000, "é" * 20_000, "😀" * 260, "x" * 1_000_000])
+async def test_a_refusal_that_quotes_a_long_field_arrives(channel: grpc.aio.Channel, model: str) -> None:
+    """gRPC clients take 8 KiB of trailers, and see another status where there is more."""
+    error = await require_refused(channel, ask(model=model), grpc.StatusCode.INVALID_ARGUMENT)
+    details = error.details()
+    assert details is not None and details.startswith(f"model: '{model[:100]}") and details.endswith(" ...")
+    trailers = error.trailing_metadata()
+    assert trailers is not None and sum(len(key) + len(value) for key, value in trailers) < 3000
