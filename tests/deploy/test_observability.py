@@ -90,6 +90,7 @@ def test_promtool_takes_the_rules_and_their_tests_pass(tmp_path: Path) -> None:
         ("vllm:kv_cache_usage_perc > 0.95", "vllm:kv_cache_usage_perc > 0.85"),  # fires without need
         ('outcome!="bad_request"', 'outcome!="cancelled"'),  # callers' faults dilute ours
         ('objective="ttft", band="interactive"}', 'objective="ttft"}'),  # late batch work wakes somebody
+        ("max by (namespace, role)", "sum by (namespace, role)"),  # each router counts every death
         ("(tandem_worker_price_per_hour) / 3600", "(tandem_worker_price_per_hour) / 60"),  # a price per minute
     ],
 )
