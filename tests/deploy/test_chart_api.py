@@ -251,6 +251,11 @@ def test_rule_finds_a_planted_fault(
         ({"fullnameOverride": "1st"}, "demo", "/fullnameOverride"),
         ({"router": {"service": {"httpPort": 50051}}}, "demo", "router.service.grpcPort"),
         ({"router": {"autoscaling": {"kind": "hpa", "minReplicas": 9}}}, "demo", "router.autoscaling.minReplicas"),
+        (
+            {"config": {"tensor_parallel_size": 2}, "decode": {"resources": {"limits": {"nvidia.com/gpu": 1}}}},
+            "demo",
+            "decode.resources.limits",
+        ),
         ({"prefill": {"hostNetwork": True}}, "demo", "/networkPolicy/nodes"),
         ({"decode": {"hostNetwork": True}}, "demo", "/networkPolicy/nodes"),
         ({"head": {"env": [{"name": "HOME", "value": "/root"}]}}, "demo", "/head/env/0/name"),
