@@ -264,6 +264,14 @@ def test_rule_finds_a_planted_fault(
             "demo",
             "/networkPolicy/scrapers",
         ),
+        (
+            {
+                "inferencePool": {"enabled": True, "endpointPicker": {"name": "picker"}},
+                "networkPolicy": {"clients": [{"podSelector": {}}]},
+            },
+            "demo",
+            "/networkPolicy/scrapers",
+        ),
     ],
 )
 def test_what_a_cluster_would_refuse_is_refused_by_its_value(values: dict[str, Any], release: str, names: str) -> None:
