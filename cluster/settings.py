@@ -14,6 +14,7 @@ import yaml
 
 from cluster.config import ClusterConfig
 from core.errors import BadRequest
+from router.once_loader import OnceLoader
 
 VARIABLE_PREFIX: Final = "TANDEM_"
 # The others: bytes that are no text, a date or number that is none, brackets without end.
@@ -76,7 +77,7 @@ def _read_scalar(text: str) -> object:
 
 def _read_yaml(file: Path) -> dict[str, Any]:
     try:
-        values = yaml.safe_load(file.read_text())
+        values = yaml.load(file.read_text(), OnceLoader)
     except (OSError, *NOT_YAML) as error:
         raise BadRequest("config", f"cannot be read: {error}") from error
     if values is None:

@@ -11,13 +11,14 @@ import os
 import stat
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import yaml
 from pydantic import ValidationError
 
 from core.errors import BadRequest
 from router.admission.policy import AdmissionPolicy
+from router.once_loader import OnceLoader
 from router.policy.routing_policy import RoutingPolicy
 from router.strict import Strict, first_complaint
 from telemetry.logs import log_state
@@ -36,31 +37,11 @@ class Policy(Strict):
     routing: RoutingPolicy = RoutingPolicy()
 
 
-class _OnceLoader(yaml.SafeLoader):
-    """YAML in which a key that stands twice is an error, as of two rules for one tenant neither may be lost; and so is
-    an alias, with which a short file becomes one that takes minutes to check; and a merge (<<), which hides a key."""
-
-    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        if self.check_event(yaml.AliasEvent):
-            raise yaml.composer.ComposerError(None, None, "aliases (*name) are not taken", None)
-        return super().compose_node(parent, index)
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[str] = set()
-        for key, _value in node.value:
-            if key.tag == "tag:yaml.org,2002:merge":
-                raise yaml.constructor.ConstructorError(None, None, "merges (<<) are not taken", key.start_mark)
-            if isinstance(key, yaml.ScalarNode) and key.value in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} stands twice", key.start_mark)
-            seen.add(str(key.value))
-        return super().construct_mapping(node, deep)
-
-
 def parse_policy(text: str) -> Policy:
     """Raises: BadRequest: naming the path of the first field that is wrong or unknown, or `policy`: it is no YAML, or
     nothing, which is what a full disk leaves of a file: a policy without keys has to be said."""
     try:
-        values = yaml.load(text, _OnceLoader)
+        values = yaml.load(text, OnceLoader)
     except Exception as error:  # a tag that does not fit its value ends in whatever its reader trips over
         raise BadRequest(POLICY, f"is not YAML: {' '.join(str(error).split())}") from error
     if values is None:

@@ -13,6 +13,7 @@ from cluster.settings import load_cluster_config
 from cluster.worker_config import WorkerConfig
 from core.errors import BadRequest
 from core.membership import Role
+from engine.cache_folder import cache_folder
 
 MODEL = Path("/models/tiny")
 
@@ -222,3 +223,26 @@ def test_a_worker_gets_its_share_of_the_cluster() -> None:
 def test_a_worker_without_a_router_is_refused() -> None:
     with pytest.raises(BadRequest, match="router_addresses"):
         WorkerConfig("decode-0", "9f3a", Role.DECODE, MODEL, router_addresses=())
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["num_decode: 1\nnum_decode: 2\n", "adapters: {a: /x, a: /y}\n", "x: &a [1]\ny: *a\n"],
+    ids=["key", "nested", "alias"],
+)
+def test_a_setting_that_stands_twice_is_refused_not_lost(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text(text)
+    with pytest.raises(BadRequest, match=r"twice|aliases") as caught:
+        load_cluster_config(file, {}, tmp_path)
+    assert caught.value.field == "config"
+    file.write_text("num_decode: 2\n")
+    assert load_cluster_config(file, {}, tmp_path).num_decode == 2
+
+
+def test_a_cache_of_nobody_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TANDEM_CACHE", "~nobody-has-this-name/x")
+    with pytest.raises(BadRequest, match="TANDEM_CACHE"):
+        cache_folder()
+    monkeypatch.setenv("TANDEM_CACHE", "~/x")
+    assert cache_folder() == Path.home() / "x"
