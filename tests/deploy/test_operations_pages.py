@@ -97,6 +97,17 @@ def objects_that_are_not_there(text: str) -> Iterator[str]:
         yield from (name for name in re.findall(r"component=([a-z]+)", line) if name not in components)
 
 
+def kubectl_that_asks_nobody(text: str) -> Iterator[str]:
+    """Without a namespace, without an object, or by a label that pods of other charts have too."""
+    for line in re.findall(r"kubectl [^`\n]*", text):
+        if " -n " not in line and not line.startswith("kubectl drain"):
+            yield f"{line}: no namespace"
+        if re.search(r" (logs|exec)\b", line) and not re.search(r" -l | [a-z]+/[a-z]", line):
+            yield f"{line}: no object"
+        if "component=" in line and not re.search(r"(name|instance)=", line):
+            yield f"{line}: finds others' pods"
+
+
 def _is_command(word: str) -> bool:
     """Whether it may be asked for its help."""
     try:
@@ -113,6 +124,7 @@ CHECKS: Final = [
     states_that_nobody_logs,
     commands_that_are_wrong,
     objects_that_are_not_there,
+    kubectl_that_asks_nobody,
 ]
 
 
@@ -136,6 +148,13 @@ def test_pages_name_what_is_there(check: Any, capsys: pytest.CaptureFixture[str]
             "`kubectl logs deployment/router`",
         ),
         (objects_that_are_not_there, "`kubectl logs x -c controller`", "`kubectl logs x -c worker`"),
+        (kubectl_that_asks_nobody, "`kubectl -n llm get pods`", "`kubectl get pods`"),
+        (kubectl_that_asks_nobody, "`kubectl -n llm logs pod/x --previous`", "`kubectl -n llm logs --previous`"),
+        (
+            kubectl_that_asks_nobody,
+            "`kubectl -n llm get pods -l app.kubernetes.io/name=tandem,app.kubernetes.io/component=redis`",
+            "`kubectl -n llm get pods -l app.kubernetes.io/component=redis`",
+        ),
     ],
 )
 def test_what_is_not_there_is_found(check: Any, right: str, wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
