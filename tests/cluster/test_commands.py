@@ -112,6 +112,9 @@ def test_nobody_there_is_one_line_and_exit_code_1(capsys: pytest.CaptureFixture[
     assert len(capsys.readouterr().err.splitlines()) == 3
 
 
+ANY_PORTS = [item for name in ("http", "grpc", "registry", "controller") for item in (f"--{name}-port", "0")]
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
@@ -124,7 +127,7 @@ def test_nobody_there_is_one_line_and_exit_code_1(capsys: pytest.CaptureFixture[
 def test_wrong_use_is_exit_code_2_and_names_the_setting(
     arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["up", "--http-port", "0", "--grpc-port", "0", "--controller-port", "0", *arguments]) == 2
+    assert main(["up", *ANY_PORTS, *arguments]) == 2
     assert named in capsys.readouterr().err
 
 

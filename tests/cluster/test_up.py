@@ -93,12 +93,15 @@ async def test_a_killed_launcher_takes_everything_with_it(tmp_path: Path, victim
     assert not [folder for folder in ray_folders if folder.exists()]
 
 
+ANY_PORTS = [item for name in ("http", "grpc", "registry", "controller") for item in (f"--{name}-port", "0")]
+
+
 @pytest.mark.parametrize("flag", ["--http-port", "--grpc-port"])
 async def test_a_port_in_use_is_named_with_its_flag_before_anything_starts(tmp_path: Path, flag: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "cluster.main", "up", "--http-port", "0", "--grpc-port", "0", flag, str(port),
+            sys.executable, "-m", "cluster.main", "up", *ANY_PORTS, flag, str(port),
             stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             env=os.environ | {"PYTHONPATH": "proto/python", "TANDEM_CACHE": str(tmp_path / "cache")},
         )  # fmt: skip
