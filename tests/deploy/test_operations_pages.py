@@ -90,7 +90,7 @@ def objects_that_are_not_there(text: str) -> Iterator[str]:
     containers = {container["name"] for pod in every for container in pod.containers}
     components = {pod.component for pod in every}
     for line in re.findall(r"kubectl [^`\n]*", text):
-        for kind, name in re.findall(r"\b(deployment|service|statefulset)[/ ]([a-z][-a-z0-9]+)", line):
+        for kind, name in re.findall(r"\b(deployment|service|statefulset|raycluster)[/ ]([a-z][-a-z0-9]+)", line):
             if f"{kind}/{name.replace('green', 'blue')}" not in known:
                 yield f"{kind}/{name}"
         yield from (name for name in re.findall(r" -c ([a-z-]+)", line) if name not in containers)
