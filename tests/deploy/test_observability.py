@@ -174,3 +174,5 @@ def test_the_chart_carries_rules_and_dashboards() -> None:
     assert {name: text for item in data for name, text in item.items()} == {
         path.name: path.read_text() for path in DASHBOARDS
     }
+    # Grafana's sidecar writes those of all releases and charts into one folder, by these names.
+    assert all(name.startswith("tandem-") for item in data for name in item)
