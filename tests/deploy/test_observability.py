@@ -109,6 +109,17 @@ def test_every_alert_is_seen_firing_and_silent() -> None:
     assert silent == names
 
 
+def records_that_nothing_reads(expressions: list[str]) -> set[str]:
+    read = {name for expression in expressions for name in OURS.findall(expression)}
+    return {rule["record"] for rule in ALL_RULES if "record" in rule} - read
+
+
+def test_every_record_is_read_by_a_dashboard_or_an_alert() -> None:
+    panels = [expression for _, expression in dashboard_expressions()]
+    assert records_that_nothing_reads([*panels, *(rule["expr"] for rule in ALERTS)]) == set()
+    assert "tandem:goodput:rate5m" in records_that_nothing_reads([rule["expr"] for rule in ALERTS])  # found when it is so
+
+
 def test_every_alert_has_its_runbook_and_every_runbook_its_alert() -> None:
     for rule in ALERTS:
         assert rule["annotations"]["runbook"] == f"docs/runbooks/{rule['alert']}.md"
