@@ -43,6 +43,12 @@ def port_names(pod: Pod) -> dict[str, int]:
     }
 
 
+def config_of(objects: Objects) -> dict[str, Any]:
+    (text,) = [item["data"]["config.yaml"] for item in of_kind(objects, "ConfigMap") if "config.yaml" in item["data"]]
+    config: dict[str, Any] = yaml.safe_load(text)
+    return config
+
+
 def selectors_find_pods(objects: Objects) -> Iterator[str]:
     """Of Services, budgets, policies, monitors and the pool; and those of the owners find their own pods alone."""
     every = list(pods(objects))
@@ -106,6 +112,30 @@ def ports_exist(objects: Objects) -> Iterator[str]:
         for endpoint in monitor["spec"]["endpoints"]:
             if endpoint["port"] not in names:
                 yield f"ServiceMonitor: no port {endpoint['port']}"
+
+
+# What a process listens on by the rendered config: the component that does, the name of its port.
+LISTENING: Final = {
+    "http_port": (("router",), "http"),
+    "grpc_port": (("router",), "grpc"),
+    "registry_port": (("router",), "registry"),
+    "controller_port": (("head",), "controller"),
+    "controller_health_port": (("head",), "health"),
+    "metrics_port": (("prefill", "decode"), "metrics"),
+}
+
+
+def configured_ports_are_the_pods(objects: Objects) -> Iterator[str]:
+    """Services and policies go by a port's name; the process listens on a number of the config, a pool calls one."""
+    config = config_of(objects)
+    for pod in pods(objects):
+        for field, (components, name) in LISTENING.items():
+            if pod.component in components and port_names(pod).get(name) != config[field]:
+                yield f"{pod.name}: port {name} is not {field}, {config[field]}"
+        for pool in of_kind(objects, "InferencePool"):
+            called = {port["number"] for port in pool["spec"]["targetPorts"]}
+            if selects(pool["spec"]["selector"], pod.labels) and called != {port_names(pod).get("http")}:
+                yield f"InferencePool calls {called} of {pod.name}"
 
 
 def amounts_parse(objects: Objects) -> Iterator[str]:
@@ -188,8 +218,7 @@ def leaving(command: list[str]) -> argparse.Namespace:
 
 def drains_fit(objects: Objects) -> Iterator[str]:
     """Router and controller get their drain bound before they are killed; all others live until that is over."""
-    (text,) = [item["data"]["config.yaml"] for item in of_kind(objects, "ConfigMap") if "config.yaml" in item["data"]]
-    drain_s = yaml.safe_load(text)["drain_timeout_s"]
+    drain_s = config_of(objects)["drain_timeout_s"]
     everyone = [(pod, container) for pod in pods(objects) for container in pod.spec["containers"]]
     drained_s = max(pause_s(item) for _, item in everyone if item["name"] in ("router", "controller")) + drain_s
     for pod, container in everyone:
@@ -256,6 +285,7 @@ def valkey_pod_has_no_volumes_list(objects: Objects) -> Objects:
 RULES: Final[list[Rule]] = [
     selectors_find_pods,
     ports_exist,
+    configured_ports_are_the_pods,
     amounts_parse,
     enums_are_known,
     pods_are_restricted,
@@ -304,6 +334,8 @@ PLANTED: Final[list[tuple[Rule, str, str, Any]]] = [
     (ports_exist, "router", "spec containers 0 ports 0 name", "web"),
     (ports_exist, "router", "spec containers 0 readinessProbe grpc port", 50053),
     (ports_exist, "decode", "spec containers 0 ports 1 name", "metric"),
+    (configured_ports_are_the_pods, "router", "spec containers 0 ports 0 containerPort", 8001),
+    (configured_ports_are_the_pods, "decode", "spec containers 0 ports 1 containerPort", 9401),
     (amounts_parse, "decode", "spec containers 0 resources limits memory", "4Gib"),
     (enums_are_known, "decode", "spec containers 0 imagePullPolicy", "Sometimes"),
     (pods_are_restricted, "redis", "spec securityContext runAsUser", 0),
