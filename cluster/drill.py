@@ -127,6 +127,9 @@ class Drill:
 
     async def _leave(self) -> str:
         """While its prompt is computed, and its blocks are on their way."""
+        workers = (await fetch_status(self._target.registry)).workers
+        if not any(item.worker.role == worker_pb2.ROLE_PREFILL and item.life == Life.READY for item in workers):
+            return "left out: no prefill worker is ready"
         leaving = asyncio.create_task(self._follow(_Stream(), LONG_PROMPT, prefill="remote"))
         while not any(item.load.waiting_tokens for item in (await fetch_status(self._target.registry)).workers):
             if leaving.done():

@@ -49,6 +49,10 @@ def _resolve(config: ClusterConfig) -> ClusterConfig:
 
 def require_model(folder: Path) -> None:
     """Raises: BadRequest: `folder` is not a model in Hugging Face form."""
+    if not folder.exists():
+        raise BadRequest(
+            "--model", f"{folder} does not exist: a folder or a GGUF file here is needed, nothing is downloaded"
+        )
     for name in ("config.json", "tokenizer.json"):
         if not (folder / name).is_file():
             raise BadRequest("--model", f"{folder} is no model folder: it has no {name}")

@@ -82,5 +82,6 @@ async def _addresses(config: ClusterConfig) -> str:
         *(f"           {line}" for line in sorted(metrics)),
         f"  in another terminal: {tandem} chat --url {config.http_url}",
         f"                       {tandem} status --registry {','.join(config.registry_addresses)}",
+        f"                       {tandem} drain decode-0 --controller {config.controller_address}",
         "",
     ])  # fmt: skip

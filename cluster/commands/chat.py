@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from cluster.api_key import VARIABLE, key_headers
-from core.errors import TandemError
+from core.errors import BadRequest, TandemError
 
 TIMEOUT_S: Final = 120.0  # between two pieces of an answer
 
@@ -104,15 +104,26 @@ def _first_model(url: str) -> str:
         return str(json.loads("".join(reply.lines()))["data"][0]["id"])
 
 
+def _parts(url: str) -> tuple[bool, str, int | None, str]:
+    """Whether by TLS, host, port and path; a last /v1, as in OpenAI's base_url, is ours to add. Raises: BadRequest."""
+    try:
+        parts = urllib.parse.urlsplit(url)
+        host, port = parts.hostname, parts.port
+    except ValueError as error:
+        raise BadRequest("--url", f"{url}: {error}") from error
+    if parts.scheme not in ("http", "https") or not host:
+        raise BadRequest("--url", f"must be http://HOST:PORT, got {url!r}")
+    return parts.scheme == "https", host, port, parts.path.rstrip("/").removesuffix("/v1")
+
+
 class _Reply:
     """One HTTP exchange by the standard library alone: no proxy from the environment, and quick to import."""
 
     def __init__(self, url: str, method: str, path: str, body: dict[str, Any] | None) -> None:
-        parts = urllib.parse.urlsplit(url)
-        secure = parts.scheme == "https"
+        secure, host, port, folder = _parts(url)
         kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
-        self._connection = kind(parts.hostname or "", parts.port, timeout=TIMEOUT_S)
-        self._request = (method, parts.path.rstrip("/") + path, json.dumps(body) if body is not None else None)
+        self._connection = kind(host, port, timeout=TIMEOUT_S)
+        self._request = (method, folder + path, json.dumps(body) if body is not None else None)
         self._url = url
 
     def __enter__(self) -> _Reply:

@@ -106,7 +106,8 @@ class Admission:
         if decodes and adapter is not None and all(adapter not in worker.info.adapters for worker in decodes):
             message = f"no ready worker has {adapter.name!r} with the content {adapter.digest[:12]}"
             return Rejected(RejectReason.NO_ADAPTER, f"{message} after {waited_s:.0f} s")
-        return Rejected(RejectReason.NO_WORKER, f"no worker became ready within {waited_s:.0f} s")
+        missing = "prefill worker" if decodes else "worker"
+        return Rejected(RejectReason.NO_WORKER, f"no {missing} became ready within {waited_s:.0f} s")
 
     def max_wait_s(self, request: GenerateRequest) -> float:
         return self.policy.queue.band(band_of(request)).max_wait_s
@@ -135,7 +136,7 @@ class Admission:
         if predicted_s is not None and predicted_s > min(bounds):
             raise Rejected(
                 RejectReason.SLOW_FIRST_TOKEN,
-                f"its first token is predicted in {predicted_s:.1f} s, later than {min(bounds):g} s",
+                f"its first token is predicted in {predicted_s:.3g} s, later than {min(bounds):g} s",
                 min(max(LEAST_RETRY_S, predicted_s - min(bounds)), MOST_RETRY_S),
             )
 

@@ -154,7 +154,8 @@ class Intake:
         sampling = SamplingParams(
             temperature=1.0 if draft.temperature is None else draft.temperature,
             top_p=1.0 if draft.top_p is None else draft.top_p,
-            top_k=min(draft.top_k or 0, self._model.vocab_size),  # a larger one limits nothing
+            # A larger one limits nothing; nor does vLLM's -1.
+            top_k=0 if draft.top_k in (None, -1) else min(draft.top_k, self._model.vocab_size),
             seed=secrets.randbits(SEED_BITS) if draft.seed is None else draft.seed,
             min_p=draft.min_p or 0.0,
             repetition_penalty=1.0 if draft.repetition_penalty is None else draft.repetition_penalty,

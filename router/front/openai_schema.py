@@ -239,6 +239,7 @@ class ChatBody(Body):
     top_logprobs: int | None = None
     tools: AbsentOrEmptyList = None
     tool_choice: Annotated[Any, _only(None, "none")] = None
+    parallel_tool_calls: Annotated[Any, _only(None, True, False)] = None  # of no tools
 
     def prompt_value(self) -> Prompt:
         return tuple(message.chat_message() for message in self.messages)

@@ -105,6 +105,17 @@ def test_chat_shows_the_fronts_error(
     assert error in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("url", ["127.0.0.1:8000", "http://", "http://a:1,http://b:2", "http://a:port", "ftp://a"])
+def test_a_url_that_is_none_is_refused_by_its_flag(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["chat", "--url", url, "--message", "x"]) == 2
+    assert "--url" in capsys.readouterr().err
+
+
+def test_the_url_of_openai_clients_does_too(chat_url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["chat", "--url", f"{chat_url}/v1", "--model", "m", "--message", "hello"]) == 0
+    assert capsys.readouterr().out
+
+
 def test_nobody_there_is_one_line_and_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["chat", "--url", "http://127.0.0.1:9", "--message", "x"]) == 1
     assert main(["status", "--registry", "127.0.0.1:9"]) == 1

@@ -193,6 +193,7 @@ async def test_every_option_reaches_the_request(client: openai.AsyncOpenAI, disp
         logprobs=True,
         top_logprobs=4,
         tools=[],
+        parallel_tool_calls=True,
         response_format={"type": "text"},
         extra_body={
             "top_k": 1000,
@@ -217,6 +218,11 @@ async def test_every_option_reaches_the_request(client: openai.AsyncOpenAI, disp
     assert request.cache_salt == "salt"
     assert request.priority == 5
     assert dispatcher.placements == [Placement.REMOTE]
+
+
+async def test_top_k_of_minus_one_is_no_limit(client: openai.AsyncOpenAI, dispatcher: ScriptedDispatcher) -> None:
+    await client.chat.completions.create(**CHAT, extra_body={"top_k": -1})
+    assert dispatcher.requests[0].sampling.top_k == 0
 
 
 async def test_null_is_not_given(http: aiohttp.ClientSession, dispatcher: ScriptedDispatcher) -> None:

@@ -92,7 +92,7 @@ BAD_COMPLETION: list[tuple[dict[str, Any], str, str | None]] = [
     ({"temperature": "1"}, "temperature", None),
     ({"top_p": 0}, "top_p", None),
     ({"top_p": float("-inf")}, "top_p", None),
-    ({"top_k": -5}, "top_k", None),
+    ({"top_k": -2}, "top_k", None),
     ({"seed": -1}, "seed", None),
     ({"seed": 2**63}, "seed", None),
     ({"stop": ""}, "stop", None),
