@@ -26,6 +26,7 @@ class _Ready:
     workers: dict[Role, list[WorkerView]]
     slots: dict[Role, int]
     paired_decodes: list[WorkerView]
+    least_tokens: float  # that any decode worker's pool could hold of one request
     prefills_near: dict[str, list[WorkerView]]  # by neighbourhood
 
 
@@ -206,6 +207,10 @@ class ClusterView:
         """Those with a warm path to and from a ready prefill worker."""
         return self._listed().paired_decodes
 
+    def ready_decodes_hold(self, num_tokens: int) -> bool:
+        """Each of them a request of so many tokens."""
+        return num_tokens <= self._listed().least_tokens
+
     def ready_prefills_near(self, neighbourhood: str) -> list[WorkerView]:
         """In the order in which they registered."""
         return self._listed().prefills_near.get(neighbourhood, [])
@@ -219,7 +224,8 @@ class ClusterView:
             near: dict[str, list[WorkerView]] = {}
             for worker in workers[Role.PREFILL]:
                 near.setdefault(worker.neighbourhood, []).append(worker)
-            self._ready = _Ready(workers, slots, paired, near)
+            least = min((worker.most_tokens for worker in workers[Role.DECODE]), default=0.0)
+            self._ready = _Ready(workers, slots, paired, least, near)
         return self._ready
 
     def has_ready(self, role: Role) -> bool:

@@ -80,7 +80,10 @@ class Search:
         return self._candidates(workers, _prompt_tokens, decodes)
 
     def _fitting(self, workers: list[WorkerView]) -> list[WorkerView]:
-        return [worker for worker in self._adapted(workers) if worker.most_tokens >= self.most_tokens]
+        adapted = self._adapted(workers)
+        if self.view.ready_decodes_hold(self.most_tokens):  # as nearly always; else it is asked of each
+            return adapted
+        return [worker for worker in adapted if worker.most_tokens >= self.most_tokens]
 
     def _adapted(self, workers: list[WorkerView]) -> list[WorkerView]:
         if self.adapter is None:
