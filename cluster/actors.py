@@ -32,7 +32,6 @@ from telemetry.logs import setup_logs
 # One engine step is small: more threads than one would only wait for each other, and two workers would share them.
 WORKER_ENVIRONMENT: Final = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 NVLINK_LABEL: Final = "ray.io/gpu-domain"  # of a Ray host: KubeRay's name for a domain of GPUs joined by NVLink
-ROUTER_ENVIRONMENT: Final = {"TOKENIZERS_PARALLELISM": "false"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +164,7 @@ class RouterActor(_HostActor):
 
     def __init__(self, host_path: str, log_file: Path) -> None:
         _redirect_output(log_file)
-        super().__init__(host_path, ROUTER_ENVIRONMENT)
+        super().__init__(host_path, {})
         setup_logs("router")
 
 

@@ -6,9 +6,7 @@
 from __future__ import annotations
 
 import asyncio
-import os
 
-from cluster.actors import ROUTER_ENVIRONMENT
 from cluster.config import ClusterConfig, router_config
 from cluster.host_controller import HostController
 from cluster.progress import Progress
@@ -19,7 +17,6 @@ from telemetry.logs import setup_logs
 
 def serve_router(config: ClusterConfig) -> None:
     """Raises: TandemError: it cannot serve. OSError: an address is taken."""
-    os.environ.update(ROUTER_ENVIRONMENT)
     setup_logs("router")
     progress = Progress()
 

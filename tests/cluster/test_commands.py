@@ -9,6 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from any_ports import ANY_PORTS
 from tandem.v1 import worker_pb2
 
 from cluster.commands import up
@@ -121,9 +122,6 @@ def test_nobody_there_is_one_line_and_exit_code_1(capsys: pytest.CaptureFixture[
     assert main(["status", "--registry", "127.0.0.1:9"]) == 1
     assert main(["role", "decode-0", "prefill", "--controller", "127.0.0.1:9"]) == 1
     assert len(capsys.readouterr().err.splitlines()) == 3
-
-
-ANY_PORTS = [item for name in ("http", "grpc", "registry", "controller") for item in (f"--{name}-port", "0")]
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from any_ports import ANY_PORTS
 
 from cluster import processes
 from cluster.free_ports import free_ports
@@ -91,9 +92,6 @@ async def test_a_killed_launcher_takes_everything_with_it(tmp_path: Path, victim
     assert not left, [processes.command_of(other) for other in left]
     assert ray_folders
     assert not [folder for folder in ray_folders if folder.exists()]
-
-
-ANY_PORTS = [item for name in ("http", "grpc", "registry", "controller") for item in (f"--{name}-port", "0")]
 
 
 @pytest.mark.parametrize("flag", ["--http-port", "--grpc-port"])
