@@ -1,12 +1,13 @@
 """How fast KV blocks move between two processes of this host, beside what bounds it.
 
-    python -m bench.kv_transfer [--lane auto|tcp] [--rounds 9]
+    python -m bench.kv_transfer [--lane auto|tcp] [--rounds 25]
 
 For each size of a block, rounds of four ways in turn to move the same scattered blocks: `NixlTransport.push`, a bare
 NIXL loop (same library, same target, no asyncio and no queue), a TCP socket over loopback, and a copy in one process.
-The last column is a push of one block: its fixed cost. Ratios are medians of the rounds' own ratios: other work on the
-cores moves every figure, so compare within one run only. Then how long the target's answer to a push of one small block
-takes, at once and after a rest, and what the idle thread takes of a core. About a minute and a half.
+The rate is that of 360 MiB at once; then a prompt of 1,024 tokens as one push, whose share of a push's fixed cost is
+larger; then one block, which is little but fixed cost. Ratios are medians of the rounds' own ratios, in a random order:
+other work on the cores moves every figure, so compare within one run only. Then how long the target's answer to a push
+of one small block takes, at once and after a rest, and what the idle thread takes of a core. About three minutes.
 """
 
 from __future__ import annotations
@@ -39,9 +40,10 @@ from kv_transfer.pool import MemoryPool
 from kv_transfer.transport import PoolDescription
 
 BLOCK_SIZES: Final = (16 << 10, 64 << 10, 256 << 10, 720 << 10, 2880 << 10)  # 720 KiB: SmolLM2-135M, 16 tokens, float32
-POOL_BYTES: Final = 135 << 20
-PUSH_BYTES: Final = 45 << 20  # 1,024 tokens of that model
-TIME_LIMIT_S: Final = 20.0  # for each size of a block
+POOL_BYTES: Final = 720 << 20
+LONG_BYTES: Final = 360 << 20  # 8,192 tokens of that model
+PROMPT_BYTES: Final = 45 << 20  # 1,024 tokens
+TIME_LIMIT_S: Final = 15.0  # for each size of a block and number of blocks
 IDLE_S: Final = 30.0
 REST_S: Final = 0.05
 NUM_ANSWERS: Final = 100
@@ -182,12 +184,11 @@ def push_path(transport: NixlTransport, peer: PoolDescription, runner: asyncio.R
 
 def measure(paths: dict[str, Path], num_blocks: int, count: int, rounds: int) -> dict[str, list[float]]:
     """Seconds of each path in each round; fewer rounds when time is up."""
-    order, deadline_s = np.random.default_rng(0), time.monotonic() + TIME_LIMIT_S / 2
+    order, deadline_s = np.random.default_rng(0), time.monotonic() + TIME_LIMIT_S
     seconds: dict[str, list[float]] = {name: [] for name in paths}
     for number in range(rounds + 1):
         source, target = (order.permutation(num_blocks)[:count].tolist() for _ in range(2))
-        first = number % len(paths)  # each way comes after each other one
-        for name in [*paths][first:] + [*paths][:first]:
+        for name in order.permutation([*paths]):  # who comes second finds warm what the first has left
             took_s = paths[name](source, target)
             if number:  # the first warms
                 seconds[name].append(took_s)
@@ -196,16 +197,24 @@ def measure(paths: dict[str, Path], num_blocks: int, count: int, rounds: int) ->
     return seconds
 
 
-def print_rows(block_bytes: int, large: dict[str, list[float]], one: dict[str, list[float]]) -> None:
-    """GB/s; each round's ratio to the bare loop, the socket and the copy; us for one block; all in the median."""
-    num_bytes = PUSH_BYTES // block_bytes * block_bytes
-    for name, seconds in large.items():
-        ratios = [
-            statistics.median(other / ours for ours, other in zip(seconds, large[against], strict=True))
-            for against in (BARE, SOCKET, COPY)
+def ratios(seconds: dict[str, list[float]], name: str, against: str) -> str:
+    """Of speeds, in the median and, against the bare loop, with quartiles."""
+    pairs = zip(seconds[name], seconds[against], strict=True)
+    least, median, most = statistics.quantiles((other / ours for ours, other in pairs), n=4)
+    return f"{median:.2f} ({least:.2f}-{most:.2f})" if against == BARE else f"{median:.2f}"
+
+
+def print_rows(
+    block_bytes: int, long: dict[str, list[float]], prompt: dict[str, list[float]], one: dict[str, list[float]]
+) -> None:
+    num_bytes = LONG_BYTES // block_bytes * block_bytes
+    for name, seconds in long.items():
+        cells = [
+            f"{num_bytes / statistics.median(seconds) / 1e9:.2f}",
+            *(ratios(long, name, against) for against in (BARE, SOCKET, COPY)),
+            ratios(prompt, name, BARE),
+            f"{statistics.median(one[name]) * 1e6:.0f}",
         ]
-        cells = [f"{num_bytes / statistics.median(seconds) / 1e9:.2f}", *(f"{ratio:.2f}" for ratio in ratios)]
-        cells.append(f"{statistics.median(one[name]) * 1e6:.0f}")
         print(f"| {block_bytes >> 10} KiB | {name} | {' | '.join(cells)} |", flush=True)
 
 
@@ -242,9 +251,9 @@ def idle_share(transport: NixlTransport) -> float:
 def run(lane: str, rounds: int) -> None:
     if lane == "tcp":
         os.environ["UCX_TLS"] = "tcp"
-    print(f"{PUSH_BYTES >> 20} MiB a push, up to {rounds} rounds, load average {os.getloadavg()[0]:.1f}")
-    print(f"| block | way | GB/s | to {BARE} | to {SOCKET} | to {COPY} | one block, us |")
-    print("| --- " * 7 + "|")
+    print(f"up to {rounds} rounds, load average {os.getloadavg()[0]:.1f}")
+    print(f"| block | way | GB/s | to {BARE} | to {SOCKET} | to {COPY} | 45 MiB, to {BARE} | one block, us |")
+    print("| --- " * 8 + "|")
     for block_bytes in BLOCK_SIZES:
         blocks, answers = make_pool(block_bytes, 7), asyncio.Queue[bytes]()
         transport = NixlTransport(WorkerRef("source", f"{os.getpid()}-{block_bytes}"), IDENTITY, memory_pool(blocks))
@@ -258,8 +267,8 @@ def run(lane: str, rounds: int) -> None:
                     SOCKET: socket_path(blocks, port),
                     COPY: memcpy_path(blocks),
                 }
-                large = measure(paths, len(blocks), PUSH_BYTES // block_bytes, rounds)
-                print_rows(block_bytes, large, measure(paths, len(blocks), 1, 10 * rounds))
+                sizes = [(LONG_BYTES, rounds), (PROMPT_BYTES, 4 * rounds), (block_bytes, 4 * rounds)]
+                print_rows(block_bytes, *(measure(paths, len(blocks), size // block_bytes, n) for size, n in sizes))
                 if block_bytes == BLOCK_SIZES[0]:
                     took = runner.run(answer_times(transport, peer.ref, answers))
                     share = idle_share(transport)
@@ -275,7 +284,7 @@ async def listen(transport: NixlTransport, answers: asyncio.Queue[bytes]) -> Non
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lane", choices=("auto", "tcp"), default="auto", help="tcp: forbid UCX everything else")
-    parser.add_argument("--rounds", type=int, default=9, help="measured rounds for each number of blocks (default 9)")
+    parser.add_argument("--rounds", type=int, default=25, help="of 360 MiB; four times as many of less (default 25)")
     parser.add_argument("--target", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.target:
