@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Sequence
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Final
 
@@ -153,37 +154,44 @@ class KernelEngine:
     def run(
         self,
         token_ids: Int32Array,
-        starts: Int32Array,
-        lengths: Int32Array,
-        table_offsets: Int32Array,
+        starts: Sequence[int],
+        lengths: Sequence[int],
+        table_lengths: Sequence[int],
         block_ids: Int32Array,
-        adapters: Int32Array,
-        logit_rows: Int32Array,
+        adapters: Sequence[int],
+        logit_rows: Sequence[int],
         logits: torch.Tensor,
-        greedy_ids: Int32Array,
-    ) -> None:
+    ) -> Int32Array:
         """Compute one step of checked slices, one after another (see TandemStep in kernels/model.h).
 
         Args:
             logits: [at least len(logit_rows), vocab_size padded to 64], float32; filled.
-            greedy_ids: [len(logit_rows)]; filled with the best ids, -1 where a logit is not finite.
+        Returns: [len(logit_rows)], the best ids, -1 where a logit is not finite.
         Raises: MemoryError.
         """
+        # One array: to make each of them costs more, between two steps with cold caches, than to fill it.
+        table_offsets = list(accumulate(table_lengths, initial=0))
+        parts = (starts, lengths, table_offsets, adapters, logit_rows, logit_rows)  # the last is room for the best ids
+        numbers = np.fromiter(chain.from_iterable(parts), np.int32, sum(map(len, parts)))
+        ends = accumulate(map(len, parts), initial=0)
+        address = numbers.ctypes.data
+        places = [address + numbers.itemsize * end for end in ends]
         step = _Step(
             num_sequences=len(starts),
             token_ids=token_ids.ctypes.data,
-            starts=starts.ctypes.data,
-            lengths=lengths.ctypes.data,
-            table_offsets=table_offsets.ctypes.data,
+            starts=places[0],
+            lengths=places[1],
+            table_offsets=places[2],
             block_ids=block_ids.ctypes.data,
-            adapters=adapters.ctypes.data,
+            adapters=places[3],
             num_logit_rows=len(logit_rows),
-            logit_rows=logit_rows.ctypes.data,
+            logit_rows=places[4],
             logits=logits.data_ptr(),
-            greedy_ids=greedy_ids.ctypes.data,
+            greedy_ids=places[5],
         )
         if self._functions.tandem_run(self._handle, ctypes.byref(step)):
             raise MemoryError("no memory for the step's activations")
+        return numbers[len(numbers) - len(logit_rows) :]
 
 
 def _layer(layer: PackedLayer) -> _Layer:

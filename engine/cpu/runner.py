@@ -21,7 +21,7 @@ from engine.model_config import ModelConfig
 from engine.runner import copy_blocks
 from engine.sampler import draw
 from engine.slice_check import require_covered, require_inside
-from engine.step import Answer, RowSpec, SequenceSlice, StepPlan
+from engine.step import Answer, SequenceSlice, StepPlan
 from engine.weights import StoredWeights, load_stored_weights
 
 PAGE_TOKENS: Final = 16
@@ -110,8 +110,13 @@ class CpuModelRunner:
     def run(self, plan: StepPlan) -> list[tuple[Answer, ...]]:
         """See ModelRunner."""
         copy_blocks(self._kv_pool, plan.copies)
-        logits, greedy_ids = self._compute(plan.slices)
-        return plan.by_slice(_draw(logits, greedy_ids.tolist(), plan.samples))
+        greedy_ids = self._compute(plan.slices).tolist()
+        samples = plan.samples
+        # The kernels' own choice where nothing else is asked for and all logits are finite.
+        if all(spec.is_plain_greedy for spec in samples) and -1 not in greedy_ids:
+            return plan.by_slice(greedy_ids)
+        with torch.inference_mode():
+            return plan.by_slice(draw(self._logits[: len(samples), : self.vocab_size], samples))
 
     def logits(self, plan: StepPlan) -> torch.Tensor:
         """Compute a step, without its copies; next-token logits for each of its samples, in order.
@@ -119,10 +124,14 @@ class CpuModelRunner:
         Returns: [num_samples, vocab_size], float32, good until the next step.
         Raises: InvariantBroken: see ModelRunner.run.
         """
-        return self._compute(plan.slices)[0]
+        num_rows = len(self._compute(plan.slices))
+        return self._logits[:num_rows, : self.vocab_size]
 
-    def _compute(self, slices: Sequence[SequenceSlice]) -> tuple[torch.Tensor, Int32Array]:
-        """Logits and greedy choices, -1 where a logit is not finite, for each sample of the slices."""
+    def _compute(self, slices: Sequence[SequenceSlice]) -> Int32Array:
+        """Fill the first rows of `_logits`, one for each sample of the slices.
+
+        Returns: the greedy choice of each, -1 where a logit is not finite.
+        """
         token_ids = _flat([item.token_ids for item in slices])
         block_ids = _flat([item.block_table for item in slices])
         self._check(slices, token_ids, block_ids)
@@ -131,22 +140,18 @@ class CpuModelRunner:
         logit_rows = [
             end - len(item.token_ids) + row for item, end in zip(slices, ends, strict=True) for row in item.logit_rows
         ]
-        table_lengths = [len(item.block_table) for item in slices]
         if len(self._logits) < len(logit_rows):
             self._logits = torch.empty((len(logit_rows), self._logits.shape[1]))
-        greedy_ids = np.empty(len(logit_rows), np.int32)
-        self._engine.run(
+        return self._engine.run(
             token_ids=token_ids,
-            starts=np.array([item.start for item in slices], np.int32),
-            lengths=np.array(lengths, np.int32),
-            table_offsets=np.array([0, *accumulate(table_lengths)], np.int32),
+            starts=[item.start for item in slices],
+            lengths=lengths,
+            table_lengths=[len(item.block_table) for item in slices],
             block_ids=block_ids,
-            adapters=np.array([self._adapters[item.adapter_digest] for item in slices], np.int32),
-            logit_rows=np.array(logit_rows, np.int32),
+            adapters=[self._adapters[item.adapter_digest] for item in slices],
+            logit_rows=logit_rows,
             logits=self._logits,
-            greedy_ids=greedy_ids,
         )
-        return self._logits[: len(logit_rows), : self.vocab_size], greedy_ids
 
     def _check(self, slices: Sequence[SequenceSlice], token_ids: Int32Array, block_ids: Int32Array) -> None:
         """Raise InvariantBroken where a slice would read or write outside its own blocks, the pool or the tables."""
@@ -183,12 +188,5 @@ def _flat(rows: Sequence[tuple[int, ...]]) -> Int32Array:
 
 
 def _outside(ids: Int32Array, bound: int) -> bool:
-    return bool(len(ids)) and not 0 <= int(ids.min()) <= int(ids.max()) < bound
-
-
-def _draw(logits: torch.Tensor, greedy_ids: Sequence[int], specs: Sequence[RowSpec]) -> Sequence[Answer]:
-    """One token per row: the kernels' own choice where nothing else is asked for and all logits are finite."""
-    if all(spec.is_plain_greedy for spec in specs) and -1 not in greedy_ids:
-        return greedy_ids
-    with torch.inference_mode():
-        return draw(logits, specs)
+    """A negative one is a huge one without its sign."""
+    return bool(len(ids)) and int(ids.view(np.uint32).max()) >= bound
