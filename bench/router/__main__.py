@@ -16,7 +16,7 @@ import os
 import subprocess
 from pathlib import Path
 
-from bench.engine import executable
+from bench.engines.contestants import executable
 from bench.router.decisions import decisions
 from bench.router.streams import requests, tokens
 from bench.router.traces import traces
