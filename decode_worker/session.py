@@ -1,7 +1,8 @@
 """What a decode worker does for each request, without clock or socket.
 
 A request whose prompt is prefilled elsewhere:
-1. WAITING: no room in the pool yet, for a bounded time; the scheduler says who is next (engine/waiting_line.py).
+1. WAITING: no room in the pool yet; the scheduler says who is next (engine/waiting_line.py). For a bounded time, but a
+   stream that goes on keeps its place, as one that is preempted does.
 2. RESERVED: prefix hits are held, the other blocks are locked for the source; the ticket went to the router.
 3. RUNNING: the KV landed, once for all choices; the scheduler draws tokens from position 1 on.
 A request without a prefill worker is RUNNING at once and is prefilled here in chunks.
@@ -11,6 +12,7 @@ Mirror image: prefill_worker/session.py.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from core.errors import BadRequest
@@ -29,7 +31,8 @@ Effect = KvEffect | Reserved | Refused
 
 @dataclass(frozen=True, slots=True)
 class DecodeConfig:
-    """reserve_timeout_s: how long a request may wait for room in the KV pool. block_bytes: of one KV block."""
+    """reserve_timeout_s: how long a request without a token may wait for room in the KV pool. block_bytes: of one KV
+    block."""
 
     block_bytes: int
     reserve_timeout_s: float = 30.0
@@ -56,7 +59,7 @@ class DecodeSession:
         self._config = config
         self._scheduler = scheduler
         self._handoffs = handoffs
-        self._waiting: dict[str, _Waiting] = {}  # by request id, oldest first
+        self._waiting: dict[str, _Waiting] = {}  # by request id
         self._reserved: dict[str, _Reserved] = {}  # by handoff id
         self._handoff_of: dict[str, str] = {}  # request id -> handoff id, while reserved
         self._landed_blocks: dict[str, int] = {}  # request id -> blocks received, until its first delta
@@ -83,7 +86,7 @@ class DecodeSession:
             sequence = self._scheduler.new_sequence(request)
         except BadRequest as error:
             return [Refused(request.request_id, RefuseReason.BAD_REQUEST, str(error))]
-        deadline_s = now + self._config.reserve_timeout_s
+        deadline_s = math.inf if request.output_token_ids else now + self._config.reserve_timeout_s
         self._waiting[request.request_id] = _Waiting(sequence, handoff_id, source, deadline_s)
         self._scheduler.await_room(sequence)
         return self.serve_waiting(now)
@@ -155,7 +158,7 @@ class DecodeSession:
         effects: list[Effect] = []
         for request_id, late in list(self._waiting.items()):
             if now < late.deadline_s:
-                break
+                continue
             del self._waiting[request_id]
             self._scheduler.end_reservation(late.sequence)
             message = f"no room in the KV pool for {self._config.reserve_timeout_s} s"

@@ -30,7 +30,7 @@ from core.messages import (
     StepOutput,
 )
 from core.request import FAILURES, GenerateRequest, Placement, TokenDelta
-from router.admission.admission import Admission
+from router.admission.admission import Admission, no_adapter
 from router.admission.policy import AdmissionPolicy
 from router.books import Books
 from router.config import DispatcherConfig
@@ -72,8 +72,9 @@ class Dispatcher:
         """Take a request. max_ttft_s: its caller would rather be refused than wait longer for the first token. keys: as
         in router/policy/choose.py; without them its prompt is nowhere cached.
 
-        Raises: Rejected: as Admission.enter, or as many are open as this router holds. BadRequest: the id is in use, or
-            no worker's whole KV pool could hold the request.
+        Raises: Rejected: as Admission.enter, or as many are open as this router holds, or nobody has its adapter and
+            nobody has come or gone for as long as it would wait. BadRequest: the id is in use, or no worker's whole KV
+            pool could hold the request.
         """
         if len(self._open.flows) >= self._config.max_open_requests:
             raise Rejected(RejectReason.QUEUE_FULL, f"{len(self._open.flows)} requests are open")
@@ -83,6 +84,9 @@ class Dispatcher:
         most_tokens = request.num_prompt_tokens + request.stop.max_tokens
         if decodes and all(worker.most_tokens < most_tokens for worker in decodes):
             raise BadRequest("max_tokens", f"prompt and output, {most_tokens} tokens, fit into no worker's KV pool")
+        adapter = request.adapter
+        if adapter is not None and self._view.nobody_has(adapter, now - self._config.queue_timeout_s):
+            raise no_adapter(adapter)
         shed = self.admission.enter(request, now, max_ttft_s)
         outputs = [Output() for _ in range(request.num_choices)]
         flow = Flow(request, placement, keys, now, now + self._config.request_timeout_s, outputs)
@@ -132,7 +136,7 @@ class Dispatcher:
             return []
         if known.life is not Life.DRAINING:
             self.planner.breakers.failed(worker.worker_id, now)
-        self._view.lose(worker)
+        self._view.lose(worker, now)
         error = WorkerLost(worker.worker_id, "it died or its stream broke")
         effects: list[Effect] = []
         for flow in list(self._open.flows.values()):
@@ -191,6 +195,8 @@ class Dispatcher:
                 return self._open.fail(leg.flow, BadRequest("prompt", answer.message))
             case RefuseReason.NO_BLOCKS if leg.rival is not None:
                 return self._open.drop(leg)
+            case RefuseReason.NO_BLOCKS if self._may_go_on_waiting(leg.flow, now):
+                return self._open.move(leg, now)
             case RefuseReason.NO_BLOCKS:
                 return self._open.fail(leg.flow, Rejected(RejectReason.QUEUE_TIMEOUT, answer.message))
             case RefuseReason.TRANSFER_FAILED:
@@ -207,6 +213,12 @@ class Dispatcher:
                 return self._failed(leg, WorkerLost(worker.worker_id, "it has changed its role"), now)
             case _:
                 assert_never(answer.reason)
+
+    def _may_go_on_waiting(self, flow: Flow, now: float) -> bool:
+        """For room in a KV pool: a stream as long as it lives, as one that is preempted does; else as long as for its
+        turn. A drain or a death may have brought it where others were first."""
+        streams = any(output.tokens for output in flow.outputs)
+        return streams or now - flow.arrived_s < self.admission.max_wait_s(flow.request)
 
     def _tokens(self, worker: WorkerRef, delta: TokenDelta, now: float) -> list[Effect]:
         leg = self._books.attempts.get(delta.request_id)

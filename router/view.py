@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from core.errors import BadRequest
+from core.identity import Adapter
 from core.membership import GivenWork, Life, Role, WorkerInfo, WorkerLoad, WorkerRef, next_life
 from core.messages import CacheEvents, PeerConnected
 from router.policy.pace import Paces
@@ -38,6 +39,7 @@ class ClusterView:
         self._dead: dict[WorkerRef, None] = {}  # the latest reported, or refused, last
         self._slots: dict[int, WorkerView] = {}
         self._ready: _Ready | None = None  # None: to be listed again, as a life or a path changed
+        self._changed_at_s = -math.inf  # when one last came or went
         self.prefixes = PrefixView()
         self.exposed = ExposedShares()
         self.paces = Paces()
@@ -58,6 +60,7 @@ class ClusterView:
         slot = next(slot for slot in itertools.count() if slot not in self._slots)
         worker = WorkerView(info, slot, heard_at_s=now)
         self._workers[info.ref] = self._slots[slot] = worker
+        self._changed_at_s = now
         self.prefixes.join(slot, info.num_blocks)
         return worker
 
@@ -93,11 +96,12 @@ class ClusterView:
             worker.life = next_life(str(ref), worker.life, Life.READY)
         self._ready = None
 
-    def lose(self, ref: WorkerRef) -> bool:
+    def lose(self, ref: WorkerRef, now: float) -> bool:
         """We do not reach this incarnation: nothing that we gave it is wanted any more. False: it was not known."""
         worker = self._workers.pop(ref, None)
         if worker is None:
             return False
+        self._changed_at_s = now
         del self._slots[worker.slot]
         self.prefixes.leave(worker.slot)
         self._ready = None
@@ -178,10 +182,6 @@ class ClusterView:
         if worker is not None and (sample := worker.prefills.so_far(begun_s, now, computed_tokens)) is not None:
             self.paces.learn_at_least(worker.pace, worker.info.role, sample, now)
 
-    def pace(self, worker: WorkerView, now: float) -> float | None:
-        """Seconds for a prompt token there; None while no worker has shown any."""
-        return self.paces.of(worker.pace, worker.info.role, now)
-
     def learn_transfer(
         self, decode: WorkerRef, prefill: WorkerRef, kv_bytes: int, exposed_s: float, now: float
     ) -> None:
@@ -227,6 +227,12 @@ class ClusterView:
             least = min((worker.most_tokens for worker in workers[Role.DECODE]), default=0.0)
             self._ready = _Ready(workers, slots, paired, least, near)
         return self._ready
+
+    def nobody_has(self, adapter: Adapter, since_s: float) -> bool:
+        """Workers serve, none that we know has it, and none has come or gone since then, who might have or get it."""
+        if self._changed_at_s >= since_s or not self.has_ready(Role.DECODE):
+            return False
+        return all(adapter not in worker.info.adapters for worker in self._workers.values())
 
     def has_ready(self, role: Role) -> bool:
         return bool(self.ready_workers(role))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing import parent_process
@@ -19,6 +21,7 @@ from engine.parallel.shard import Shard
 from engine.step import StepPlan
 
 PR_SET_PDEATHSIG: Final = 1  # linux/prctl.h
+BEAT_S: Final = 0.5
 
 
 class ShardRunner(Protocol):
@@ -40,9 +43,12 @@ def serve_rank(
     meeting_file: str,
     timeout_s: float,
     leader: Connection,
+    beats: Connection,
 ) -> None:
-    """The process's whole life. `leader` says plans, and hears None for each that is done, and once at first."""
+    """The process's whole life. `leader` says plans, and hears None for each that is done, and once at first. `beats`
+    hears, whatever is computed, that this process is not frozen."""
     _end_with_leader()
+    threading.Thread(target=_beat, args=(beats,), name="beats", daemon=True).start()
     group = Group(shard, meeting_file, pool.device, timeout_s)
     runner = make(shard, pool, group.gather)
     with suppress(EOFError):  # the leader is gone
@@ -50,6 +56,13 @@ def serve_rank(
         while True:
             runner.follow(leader.recv())
             leader.send(None)
+
+
+def _beat(beats: Connection) -> None:
+    with suppress(OSError):  # the leader is gone
+        while True:
+            beats.send_bytes(b".")
+            time.sleep(BEAT_S)
 
 
 def _end_with_leader() -> None:

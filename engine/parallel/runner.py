@@ -20,6 +20,7 @@ from engine.step import Answer, StepPlan
 
 START_TIMEOUT_S: Final = 600.0  # weights of every rank, and their graphs
 STEP_TIMEOUT_S: Final = 60.0
+SILENCE_TIMEOUT_S: Final = 10.0  # as a router's for a worker (router/config.py)
 
 
 class LeadingRunner(ShardRunner, ModelRunner, Protocol):
@@ -49,12 +50,14 @@ class ParallelRunner:
         *,
         start_timeout_s: float = START_TIMEOUT_S,
         step_timeout_s: float = STEP_TIMEOUT_S,
+        silence_timeout_s: float = SILENCE_TIMEOUT_S,
     ) -> None:
         # In memory, so that nothing is left on a disk however this ends. Never closed: torch opens the path again when
         # it destroys its store, whenever that is, and another file must not have the number then.
         meeting_file = f"/proc/{os.getpid()}/fd/{os.memfd_create('tandem-ranks')}"
         leader = Shard(0, len(pools))
-        self._ranks = Ranks(make, pools, meeting_file, start_timeout_s, step_timeout_s, on_lost)
+        bounds = (start_timeout_s, step_timeout_s, silence_timeout_s)
+        self._ranks = Ranks(make, pools, meeting_file, *bounds, on_lost)
         self._group: Group | None = None
         try:
             with self._ranks.starting():

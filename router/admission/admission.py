@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from core.errors import Rejected, RejectReason
+from core.identity import Adapter
 from core.membership import Role
 from core.request import GenerateRequest
 from router.admission.fair_line import Waiting
@@ -104,8 +105,7 @@ class Admission:
             message = f"its turn did not come within {waited_s:.0f} s"
             return Rejected(RejectReason.QUEUE_TIMEOUT, message, self.retry_after_s())
         if decodes and adapter is not None and all(adapter not in worker.info.adapters for worker in decodes):
-            message = f"no ready worker has {adapter.name!r} with the content {adapter.digest[:12]}"
-            return Rejected(RejectReason.NO_ADAPTER, f"{message} after {waited_s:.0f} s")
+            return no_adapter(adapter)
         missing = "prefill worker" if decodes else "worker"
         return Rejected(RejectReason.NO_WORKER, f"no {missing} became ready within {waited_s:.0f} s")
 
@@ -160,6 +160,11 @@ class Admission:
 
     def _pace(self, now: float) -> float:
         return self._count(now).seconds_per_token or 0.0
+
+
+def no_adapter(adapter: Adapter) -> Rejected:
+    message = f"no ready worker has {adapter.name!r} with the content {adapter.digest[:12]}"
+    return Rejected(RejectReason.NO_ADAPTER, message)
 
 
 def band_of(request: GenerateRequest) -> Band:

@@ -83,18 +83,12 @@ class QueuePolicy(Strict):
 
 class DegradePolicy(Strict):
     """Steps for an overload, for all tenants. max_output_tokens: as in TenantPolicy. everything_batch: all requests are
-    batch work: none goes before another, and each may wait as long as batch work may."""
+    batch work: none goes before another, and each may wait as long as batch work may. smaller_model: by a name that
+    clients ask for, the name of what answers instead; both are served here."""
 
     max_output_tokens: Tokens | None = None
     everything_batch: bool = False
-    smaller_model: None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _one_model(cls, values: object) -> object:
-        if isinstance(values, dict) and values.get("smaller_model") is not None:
-            raise PydanticCustomError("one_model", "smaller_model: this router serves one model, so there is none")
-        return values
+    smaller_model: dict[str, str] = Field(default_factory=dict)
 
 
 class AdmissionPolicy(Strict):

@@ -65,7 +65,8 @@ class Capacity:
     def count(cls, view: ClusterView, now: float) -> Capacity:
         ready = [worker for worker in view.workers() if worker.life is Life.READY]
         decodes = [worker for worker in ready if worker.info.role is Role.DECODE]
-        paces = [pace for worker in ready if (pace := view.pace(worker, now))]
+        usual = {role: view.paces.of_role(role, now) for role in Role}
+        paces = [pace for worker in ready if (pace := worker.pace.at(now, usual[worker.info.role]))]
         others_tokens = sum(worker.others.prompt_tokens for worker in ready)
         pace = fmean(paces) if paces else None
         return cls(len(ready), len(decodes), sum(map(_free_tokens, decodes)), pace, others_tokens)

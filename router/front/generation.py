@@ -91,7 +91,13 @@ class Front:
         self._keys = Keys(self._policy)
 
     def apply(self, policy: AdmissionPolicy) -> None:
-        """Whose keys are known, and what is cut short, from now on."""
+        """Whose keys are known, what is cut short and which model answers, from now on.
+
+        Raises: BadRequest: it names a model that is not served here. Then nothing changes.
+        """
+        for asked, answers in policy.degrade.smaller_model.items():
+            for name in (asked, answers):
+                self._intake.require_served(f"admission.degrade.smaller_model.{asked}", name)
         self._policy = policy
         self._keys = Keys(policy)
 
@@ -119,7 +125,9 @@ class Front:
 
     async def prepare(self, draft: Draft, caller: Caller = ANYONE) -> GenerateRequest:
         """Check and tokenise. Raises: BadRequest: naming the field in Draft's words. Rejected: see Intake.prepare."""
-        return degraded(await self._intake.prepare(replace(draft, tenant=caller.tenant)), self._policy)
+        model = self._policy.degrade.smaller_model.get(draft.model, draft.model)
+        draft = replace(draft, tenant=caller.tenant, model=model)
+        return degraded(await self._intake.prepare(draft), self._policy)
 
     async def generate(
         self, request: GenerateRequest, placement: Placement, meter: Meter, max_ttft_s: float | None = None

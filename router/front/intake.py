@@ -135,11 +135,15 @@ class Intake:
             await self._check_grammar(draft.grammar, draft.tenant)
         return request
 
-    def _check_names(self, draft: Draft) -> None:
+    def require_served(self, field: str, name: str) -> None:
+        """Raises: BadRequest: on `field`: `name` is neither the model's nor an adapter's."""
         names = (self._model.name, *self._model.adapters)
-        if draft.model not in names:
+        if name not in names:
             served = f"{', '.join(map(repr, names))} {'is' if len(names) == 1 else 'are'}"
-            raise BadRequest("model", f"{draft.model!r} is not served here; {served}", MODEL_NOT_FOUND)
+            raise BadRequest(field, f"{name!r} is not served here; {served}", MODEL_NOT_FOUND)
+
+    def _check_names(self, draft: Draft) -> None:
+        self.require_served("model", draft.model)
         if not _REQUEST_ID.fullmatch(draft.request_id):
             raise BadRequest("request_id", "must be 1 to 128 letters, digits or . _ : / + = @ ~ -")
         if len(draft.cache_salt) > MAX_CACHE_SALT_CHARACTERS:

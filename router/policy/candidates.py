@@ -67,7 +67,7 @@ class Search:
         """Ready workers that are large enough; `paired`: with a prefill worker, as far as any is."""
         warm = self._fitting(self.view.ready_decodes_paired()) if paired else []
         workers = warm or self._fitting(self.view.ready_workers(Role.DECODE))
-        return self._candidates(workers, _kv_tokens)
+        return self._candidates(Role.DECODE, workers, _kv_tokens)
 
     def prefills(self, decodes: Sequence[Candidate]) -> list[Candidate]:
         """Ready workers with a warm path to one of `decodes`."""
@@ -77,7 +77,7 @@ class Search:
         workers = self._adapted(self.view.ready_workers(Role.PREFILL))
         if self.view.ready_slots(Role.PREFILL) & ~linked:
             workers = [worker for worker in workers if linked >> worker.slot & 1]
-        return self._candidates(workers, _prompt_tokens, decodes)
+        return self._candidates(Role.PREFILL, workers, _prompt_tokens, decodes)
 
     def _fitting(self, workers: list[WorkerView]) -> list[WorkerView]:
         adapted = self._adapted(workers)
@@ -90,14 +90,17 @@ class Search:
             return workers
         return [worker for worker in workers if self.adapter in worker.info.adapters]
 
-    def _candidates(self, workers: list[WorkerView], work: Work, partners: Sequence[Candidate] = ()) -> list[Candidate]:
+    def _candidates(
+        self, role: Role, workers: list[WorkerView], work: Work, partners: Sequence[Candidate] = ()
+    ) -> list[Candidate]:
+        of_role = self.view.paces.of_role(role, self.now)
         if self.avoided:  # but a place that fails is better than none
             workers = [worker for worker in workers if worker.ref.worker_id not in self.avoided] or workers
         heard_s = self.now - self.policy.stale_after_s
         fresh = [worker for worker in workers if worker.heard_at_s >= heard_s]
         if not fresh:  # nothing is known to hold: the better one of two at random
             two = self.rng.sample(workers, min(2, len(workers)))
-            return [Candidate(worker, self._slowness(worker), 0, 0.0) for worker in two]
+            return [Candidate(worker, self._slowness(worker, of_role), 0, 0.0) for worker in two]
         own = None
         if self.session is not None:
             own = fresh[own_place(self.session, [worker.place_key for worker in fresh])]
@@ -106,15 +109,15 @@ class Search:
         return [
             Candidate(
                 worker,
-                self._slowness(worker),
+                self._slowness(worker, of_role),
                 blocks_held(self.runs, worker.slot) if work(worker) <= most else 0,
                 self.policy.affinity_tokens if worker is own else 0.0,
             )
             for worker in chosen
         ]
 
-    def _slowness(self, worker: WorkerView) -> float:
-        pace, usual = self.view.pace(worker, self.now), self.view.paces.usual
+    def _slowness(self, worker: WorkerView, of_role: float | None) -> float:
+        pace, usual = worker.pace.at(self.now, of_role), self.view.paces.usual
         return pace / usual if pace and usual else 1.0
 
     def _narrowed(

@@ -51,20 +51,20 @@ class Paces:
         self.usual: float | None = None
         self._roles = {role: Pace() for role in Role}
 
-    def of(self, own: Pace, role: Role, now: float) -> float | None:
-        """Of a worker that has shown `own`; None while nobody has shown any."""
-        return own.at(now, self._roles[role].at(now, self.usual))
+    def of_role(self, role: Role, now: float) -> float | None:
+        """What `Pace.at` of a worker of that role is told as usual; None while nobody has shown any."""
+        return self._roles[role].at(now, self.usual)
 
     def learn(self, own: Pace, role: Role, sample: float, now: float) -> None:
         """A prompt has shown `sample` of a worker."""
-        peers = self._roles[role]
-        own.learn(sample, peers.at(now, self.usual), now)
+        own.learn(sample, self.of_role(role, now), now)
         shown = own.seconds or 0.0
-        peers.learn(shown, self.usual, now)
+        self._roles[role].learn(shown, self.usual, now)
         usual = shown if self.usual is None else self.usual
         self.usual = usual + WEIGHT * (shown - usual)
 
     def learn_at_least(self, own: Pace, role: Role, sample: float, now: float) -> None:
         """A worker takes `sample` or longer. It says nothing of others."""
-        if sample > (self.of(own, role, now) or 0.0):
-            own.learn(sample, self._roles[role].at(now, self.usual), now)
+        peers = self.of_role(role, now)
+        if sample > (own.at(now, peers) or 0.0):
+            own.learn(sample, peers, now)

@@ -164,7 +164,7 @@ def test_a_session_stays_where_it_was_as_long_as_that_costs_little() -> None:
     assert cluster.chosen(session="0") != homes["0"]
     cluster.load(homes["0"], 0)
     gone = homes["1"]
-    cluster.view.lose(cluster.refs[gone])
+    cluster.view.lose(cluster.refs[gone], 0.0)
     moved = {session for session, home in homes.items() if cluster.chosen(session=session) != home}
     assert moved == {session for session, home in homes.items() if home == gone}
 

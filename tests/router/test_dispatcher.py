@@ -421,6 +421,33 @@ def test_a_request_goes_to_workers_with_its_adapter_and_waits_for_one_and_is_tol
     assert (again.request.adapter, again.request.output_token_ids) == (poet, (7,))
 
 
+def test_where_workers_have_neither_come_nor_gone_an_adapter_that_nobody_has_is_refused_at_once() -> None:
+    poet, other = Adapter("poet", "d1"), Adapter("poet", "d2")
+
+    def ask(name: str, now: float, adapter: Adapter = poet) -> list[Effect]:
+        asked = replace(request(name), adapter=adapter)
+        return cluster.dispatcher.submit(asked, Placement.AUTO, now)
+
+    cluster = Cluster("p1", "d1")
+    cluster.join("d2", adapters=frozenset({other}))
+    ask("early", 30.0)  # one that has it may be on its way
+    with pytest.raises(Rejected, match=r"no_adapter.*'poet'"):
+        ask("late", 30.1)
+    assert planned_on(ask("other", 30.1, other)) == [("d2", None)]
+    cluster.dispatcher.worker_lost(cluster.refs["d2"], 40.0)
+    ask("poet", 70.0)  # whoever replaces it may have another adapter
+    ask("other again", 70.0, other)
+    for adapter in (poet, other):
+        with pytest.raises(Rejected, match="no_adapter"):
+            ask("late", 70.1, adapter)
+    starting = WorkerInfo(WorkerRef("d3", "1"), Role.DECODE, "d3", b"id", 16, 1, 100, 1024, adapters=frozenset({poet}))
+    cluster.view.register(starting, now=80.0)
+    cluster.dispatcher.tick(190.0)
+    ask("starting", 200.0)
+    error = failure(cluster.dispatcher.tick(230.0))
+    assert isinstance(error, Rejected) and error.reason is RejectReason.NO_ADAPTER
+
+
 def test_full_is_a_rejection_and_one_fewer_is_not() -> None:
     cluster = Cluster("d1", max_open_requests=1)
     cluster.submit("r1")
@@ -582,9 +609,36 @@ def test_refusals() -> None:
     ):
         cluster = Cluster("d1")
         cluster.submit()
-        refused = cluster.dispatcher.answered(cluster.refs["d1"], Refused("r#x.1", reason, "why"), 0.0)
+        refused = cluster.dispatcher.answered(cluster.refs["d1"], Refused("r#x.1", reason, "why"), 30.0)
         assert isinstance(failure(refused), kind)
         cluster.assert_idle()
+
+
+@pytest.mark.parametrize(("priority", "has_talked", "waits"), [(0, False, False), (1, False, True), (0, True, True)])
+def test_where_a_pool_has_no_room_a_stream_waits_on_and_batch_work_as_long_as_for_its_turn(
+    priority: int, has_talked: bool, waits: bool
+) -> None:
+    cluster, attempt = Cluster("p1", "d1"), "r#x.1"
+    cluster.dispatcher.submit(replace(request(), priority=priority), Placement.AUTO, 0.0)
+    if has_talked:
+        cluster.reserved()
+        cluster.say("p1", delta(0, 7))
+        cluster.join("d2")
+        moved = cluster.dispatcher.worker_lost(cluster.refs["d1"], 1.0)
+        assert planned_on(moved) == [("d2", "p1")]
+        attempt = "r#x.2"
+    decode = cluster.refs["d2" if has_talked else "d1"]
+    no_room = Refused(attempt, RefuseReason.NO_BLOCKS, "no room in the KV pool for 30 s")
+    effects = cluster.dispatcher.answered(decode, no_room, 31.0)
+    if not waits:
+        error = failure(effects)
+        assert isinstance(error, Rejected) and error.reason is RejectReason.QUEUE_TIMEOUT
+        cluster.assert_idle()
+        return
+    assert planned_on(effects) == [(decode.worker_id, "p1")] and CancelRequest(attempt) in commands(effects)
+    again = attempt[:-1] + str(int(attempt[-1]) + 1)
+    no_room = replace(no_room, request_id=again)
+    assert bool(planned_on(cluster.dispatcher.answered(decode, no_room, 301.0))) is has_talked
 
 
 def test_a_failed_transfer_is_planned_again_until_attempts_run_out() -> None:

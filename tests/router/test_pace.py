@@ -9,6 +9,7 @@ from core.request import Placement
 from router.admission.room import Capacity
 from router.policy import pace
 from router.policy.pace import MEMORY_S, Pace, Paces
+from router.worker_view import WorkerView
 from tests.router.test_choose import NUM_TOKENS, Cluster
 
 FAST_S, SLOW_S = 0.001, 0.016  # of a prompt token
@@ -37,7 +38,11 @@ class Two(Cluster):
     def slowness(self, name: str) -> float:
         worker = self.view.get(self.refs[name])
         assert worker is not None and self.view.paces.usual is not None
-        return (self.view.pace(worker, self.now) or 0.0) / self.view.paces.usual
+        return pace_of(self, worker, self.now) / self.view.paces.usual
+
+
+def pace_of(cluster: Cluster, worker: WorkerView, now: float) -> float:
+    return worker.pace.at(now, cluster.view.paces.of_role(worker.info.role, now)) or 0.0
 
 
 def test_a_worker_that_was_slow_once_gets_work_again() -> None:
@@ -73,10 +78,10 @@ def test_one_whose_peers_are_slow_too_is_no_better_than_they_are() -> None:
     cluster.view.learn_pace(cluster.refs["d1"], 70.0, 100.0, 1000)
     d1, usual = cluster.view.get(cluster.refs["d1"]), cluster.view.paces.usual
     assert d1 is not None and usual is not None
-    assert cluster.view.pace(d1, 100.0) == pytest.approx(0.03, rel=0.1)
+    assert pace_of(cluster, d1, 100.0) == pytest.approx(0.03, rel=0.1)
     for second in range(100, 400, 5):
         cluster.view.learn_pace(cluster.refs["d0"], second, second + 5, 1000)
-    assert cluster.view.pace(d1, 400.0) == pytest.approx(0.005, rel=0.1)
+    assert pace_of(cluster, d1, 400.0) == pytest.approx(0.005, rel=0.1)
 
 
 def test_one_without_peers_of_its_role_becomes_like_all() -> None:
@@ -84,9 +89,10 @@ def test_one_without_peers_of_its_role_becomes_like_all() -> None:
     paces.learn(alone, Role.DECODE, SLOW_S, 0.0)
     for second in range(300):
         paces.learn(usual, Role.PREFILL, FAST_S, float(second))
-    assert paces.of(alone, Role.DECODE, 0.0) == pytest.approx(SLOW_S)
-    assert paces.of(alone, Role.DECODE, 5 * MEMORY_S) == pytest.approx(FAST_S, rel=0.05)
-    assert paces.of(Pace(), Role.PREFILL, 300.0) == pytest.approx(FAST_S)  # has shown nothing
+    assert alone.at(0.0, paces.of_role(Role.DECODE, 0.0)) == pytest.approx(SLOW_S)
+    late_s = 5 * MEMORY_S
+    assert alone.at(late_s, paces.of_role(Role.DECODE, late_s)) == pytest.approx(FAST_S, rel=0.05)
+    assert Pace().at(300.0, paces.of_role(Role.PREFILL, 300.0)) == pytest.approx(FAST_S)  # has shown nothing
 
 
 def test_predictions_forget_a_slow_worker_too() -> None:

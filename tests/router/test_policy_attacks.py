@@ -88,6 +88,8 @@ def test_a_wrong_value_is_refused_by_its_path(path: str) -> None:
     wrong = [*NO_NUMBERS, *NO_SANE_NUMBERS, ".5" if kind is int else HUGE]
     if kind is bool:
         wrong.remove("true")
+    if kind is str:
+        wrong = ["true", "5", ".nan", "[a]", "{a: b}", "2026-11-30", "!!binary MQ=="]
     for value in wrong:
         with pytest.raises(BadRequest) as caught:
             parse_policy(written(path, value))

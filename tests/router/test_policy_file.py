@@ -57,7 +57,7 @@ def test_every_key_is_read() -> None:
         (f"admission: {{anonymous: {{keys_sha256: [{KEY}]}}}}", "admission"),
         (f"admission: {{tenants: {{a: {{keys_sha256: [{KEY}]}}, b: {{keys_sha256: [{KEY}]}}}}}}", "admission"),
         ("admission: {queue: {max_waiting: 0}}", "admission.queue.max_waiting"),
-        ("admission: {degrade: {smaller_model: tiny}}", "admission.degrade"),
+        ("admission: {degrade: {smaller_model: tiny}}", "admission.degrade.smaller_model"),
         ("admission: {queue: {}, queue: {}}", "policy"),
         ("[]", "policy"),
         ("admission: [", "policy"),

@@ -30,10 +30,11 @@ from core.messages import (
     RefuseReason,
 )
 from core.request import GenerateRequest, Placement, SamplingParams, StopConditions
+from engine.step import StepPlan
 from router.admission.policy import AdmissionPolicy
 from router.config import DispatcherConfig
 from router.policy.routing_policy import RoutingPolicy
-from tests.simulation.chained_kv import undisturbed
+from tests.simulation.chained_kv import NUM_BLOCKS, undisturbed
 from tests.simulation.world_client import Client, WrongStream
 from tests.simulation.world_host import Host
 from tests.simulation.world_limits import TENANTS, Leak, SharedServer
@@ -90,6 +91,9 @@ NO_FAULTS = Faults(
 class World:
     """Two prefill workers, two decode workers, one router or more, and a list of what is to happen."""
 
+    num_blocks = NUM_BLOCKS  # of each worker
+    restart_s = (0.5, 2.0)  # from a death until the next life begins
+
     def __init__(
         self,
         seed: int,
@@ -133,6 +137,10 @@ class World:
 
     def at(self, delay_s: float, what: Callable[[], None]) -> None:
         heapq.heappush(self._events, (self.now + delay_s, next(self._order), what))
+
+    def step_s(self, _plan: StepPlan) -> float:
+        """How long a worker takes for a step."""
+        return self.rng.uniform(0.02, 0.2)
 
     def late(self) -> float:
         return self.rng.uniform(0, self.faults.late_s)
@@ -284,7 +292,7 @@ class World:
         for link in list(host.links):
             self.at(self.late(), link.cut)
         self.at(self.rng.uniform(0.1, 2), lambda: self.report_death(host.ref))
-        self.at(self.rng.uniform(0.5, 2), lambda: self.start(host.ref.worker_id))
+        self.at(self.rng.uniform(*self.restart_s), lambda: self.start(host.ref.worker_id))
 
     def report_death(self, ref: WorkerRef) -> None:
         """As cluster/death_notices.py: each router hears of it in its own time, one that starts anew of all deaths."""

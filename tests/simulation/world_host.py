@@ -43,7 +43,7 @@ from kv_transfer.effects import (
 )
 from kv_transfer.session import HandoffSessions
 from prefill_worker.session import LookUpPrefix, PrefillConfig, PrefillSession
-from tests.simulation.chained_kv import ADAPTER, BLOCK_SIZE, LIMITS, NUM_BLOCKS, ChainMemory, WriteIntoForeignBlock
+from tests.simulation.chained_kv import ADAPTER, BLOCK_SIZE, LIMITS, ChainMemory, WriteIntoForeignBlock
 
 if TYPE_CHECKING:
     from tests.simulation.cluster_world import World
@@ -69,7 +69,7 @@ class Host:
         self.alive = True
         self.frozen = False
         self._on_thaw: list[Callable[[], None]] = []
-        self.pool = BlockPool(NUM_BLOCKS)
+        self.pool = BlockPool(world.num_blocks)
         self.memory = ChainMemory(self.pool, world.salts.__getitem__)
         budget = world.rng.choice([8, 16, 64])
         self.scheduler = Scheduler(SchedulerConfig(budget, 16), self.pool, LIMITS, b"id", _no_watch, adapters=[ADAPTER])
@@ -77,7 +77,9 @@ class Host:
         self.handoffs = HandoffSessions(ref, self.pool, LEASE, self.pool.match, load_failure=policy)
         self.streams = RouterStreams(self.pool)
         self.role = WorkerRole(role, self.make_session, self.streams.send, self.scheduler, self.handoffs)
-        self.info = WorkerInfo(ref, role, f"{ref}", b"id", BLOCK_SIZE, 1, NUM_BLOCKS, 64, adapters=frozenset({ADAPTER}))
+        self.info = WorkerInfo(
+            ref, role, f"{ref}", b"id", BLOCK_SIZE, 1, world.num_blocks, 64, adapters=frozenset({ADAPTER})
+        )
         self.links: dict[Link, float] = {}  # and when its router was heard
         self.peers: dict[WorkerRef, None] = {}  # known and not dead
         self.connected: dict[WorkerRef, None] = {}
@@ -261,7 +263,7 @@ class Host:
         if self.stepping or (plan := self.scheduler.plan()) is None:
             return
         self.stepping = True
-        duration_s = self.step_s = self.world.rng.uniform(0.02, 0.2) * self.slowness
+        duration_s = self.step_s = self.world.step_s(plan) * self.slowness
         drawn: list[tuple[Drawn, ...]] = []
         self.world.at(duration_s / 2, lambda: self.do(lambda: drawn.extend(self.compute(plan))))
         self.world.at(duration_s, lambda: self.do(lambda: self.stepped(plan, drawn)))

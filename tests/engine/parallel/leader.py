@@ -29,10 +29,15 @@ def start_two(
     folder: Path,
     on_lost: Callable[[RankLost], None] = lambda _lost: None,
     make: Callable[[Path, Shard, torch.Tensor, Gather], TorchModelRunner] = make_shard,
+    *,
+    step_timeout_s: float = STEP_TIMEOUT_S,
+    silence_timeout_s: float = 60.0,
 ) -> ParallelRunner:
     part = Shard(0, 2).config(ModelConfig.load(folder))
     pools = [make_pool(part, "float32", NUM_BLOCKS, 16).share_memory_() for _ in range(2)]
-    return ParallelRunner(partial(make, folder), pools, on_lost, step_timeout_s=STEP_TIMEOUT_S)
+    return ParallelRunner(
+        partial(make, folder), pools, on_lost, step_timeout_s=step_timeout_s, silence_timeout_s=silence_timeout_s
+    )
 
 
 if __name__ == "__main__":

@@ -37,9 +37,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Led:
     """A runner, its rank's process, and what it said of it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, **bounds: float) -> None:
         self.lost: list[RankLost] = []
-        self.runner: ParallelRunner = start_two(folder, self.lost.append)
+        self.runner: ParallelRunner = start_two(folder, self.lost.append, **bounds)
         [child] = multiprocessing.active_children()
         assert child.pid is not None
         rank = processes.find(child.pid)
@@ -55,8 +55,8 @@ def led(folder: Path) -> Iterator[Led]:
     assert not processes.is_alive(led.rank)
 
 
-def until_gone(process: processes.Process) -> None:
-    end_s = time.monotonic() + BOUND_S
+def until_gone(process: processes.Process, bound_s: float = BOUND_S) -> None:
+    end_s = time.monotonic() + bound_s
     while processes.is_alive(process):
         assert time.monotonic() < end_s
         time.sleep(0.01)
@@ -77,6 +77,21 @@ def test_two_processes_say_the_tokens_of_one_and_a_rank_that_hangs_is_lost(led: 
         led.runner.run(PLAN)
     until_gone(led.rank)
     assert len(led.lost) == 1
+
+
+def test_a_rank_that_is_frozen_is_lost_before_its_step_is_late_and_without_any_step(folder: Path) -> None:
+    led = Led(folder, silence_timeout_s=1.5, step_timeout_s=600.0)
+    try:
+        led.runner.run(PLAN)
+        with pytest.raises(AssertionError):
+            until_gone(led.rank, 1.6)  # it beats
+        os.kill(led.rank.pid, signal.SIGSTOP)
+        until_gone(led.rank)
+        with pytest.raises(RankLost, match="stands still"):
+            led.runner.run(PLAN)
+        assert len(led.lost) == 1
+    finally:
+        led.runner.close()
 
 
 def fail_as_rank(folder: Path, shard: Shard, pool: torch.Tensor, gather: Gather) -> TorchModelRunner:

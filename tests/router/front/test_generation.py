@@ -13,6 +13,7 @@ from front_fakes import MODEL, ByteTokenizer, ScriptedDispatcher, check_grammar,
 
 from core.errors import BadRequest, Rejected, RejectReason
 from core.request import FinishReason, GenerateRequest, Placement, TokenDelta, WorkUsage
+from router.admission.policy import AdmissionPolicy, DegradePolicy
 from router.front.errors import edge_error, renamed
 from router.front.generation import Front, TextDelta
 from router.front.intake import INLINE_CHARACTERS, Draft, Intake
@@ -179,3 +180,17 @@ def test_a_renamed_field_keeps_its_path() -> None:
     error = renamed(BadRequest("prompt.0.role", "wrong", "code"), {"prompt": "messages"})
     assert (error.field, error.message, error.code) == ("messages.0.role", "wrong", "code")
     assert renamed(BadRequest("seed", "wrong"), {"prompt": "messages"}).field == "seed"
+
+
+async def test_another_model_answers_under_a_name_while_the_policy_says_so(front: Front) -> None:
+    asked = replace(DRAFT, model="tiny-poet")
+    assert (await front.prepare(asked)).adapter is not None
+    front.apply(AdmissionPolicy(degrade=DegradePolicy(smaller_model={"tiny-poet": "tiny"})))
+    assert (await front.prepare(asked)).adapter is None
+    for asked_name, answers in (("tiny-poet", "gpt"), ("gpt", "tiny")):
+        policy = AdmissionPolicy(degrade=DegradePolicy(smaller_model={asked_name: answers}))
+        with pytest.raises(BadRequest, match=f"smaller_model.{asked_name}.*'gpt' is not served"):
+            front.apply(policy)
+    assert (await front.prepare(asked)).adapter is None  # the wrong ones changed nothing
+    front.apply(AdmissionPolicy())
+    assert (await front.prepare(asked)).adapter is not None
