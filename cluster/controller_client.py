@@ -42,7 +42,8 @@ async def drain_worker(address: str, worker_id: str, role: str | None, force: bo
         request.role = encode_role(Role(role))
     async with open_channel(address) as channel:
         try:
-            answer = await controller_pb2_grpc.ControllerServiceStub(channel).DrainWorker(request, timeout=drain_s + ANSWER_TIMEOUT_S)
+            stub = controller_pb2_grpc.ControllerServiceStub(channel)
+            answer = await stub.DrainWorker(request, timeout=drain_s + ANSWER_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
                 field, _, message = (error.details() or "").partition(": ")

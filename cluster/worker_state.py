@@ -18,8 +18,12 @@ def read_state(
     price_per_hour: float,
     energy: GpuEnergy | None,
 ) -> WorkerState:
-    """Plain numbers, as they are now; called in the scraping thread. num_unscheduled: requests that the scheduler does not hold.
-    price_per_hour: 0 is not known."""
+    """Plain numbers, as they are now; called in the scraping thread.
+
+    Args:
+        num_unscheduled: requests that the scheduler does not hold.
+        price_per_hour: 0 is not known.
+    """
     load, pushes = engine.scheduler.load(), transfer.transport.stats()
     return WorkerState(
         free_blocks=load.free_blocks,
