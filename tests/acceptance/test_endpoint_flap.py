@@ -8,7 +8,7 @@ from itertools import count
 import pytest
 
 from core.errors import BadRequest
-from core.membership import GivenWork, Life, Role, WorkerInfo, WorkerLoad, WorkerRef
+from core.membership import GivenWork, Life, Role, WorkerLoad, WorkerRef
 from core.messages import (
     CacheEvents,
     Draining,
@@ -26,6 +26,7 @@ from router.config import DispatcherConfig
 from router.dispatcher import Dispatcher
 from router.effects import Effect, Send
 from router.view import ClusterView
+from tests.worker_info import worker_info
 
 NUM_SEEDS = 1000
 NUM_STEPS = 40
@@ -55,7 +56,7 @@ class Cluster:
             case 0 | 1 if ref is None:
                 ref = self.refs[place] = WorkerRef(place, str(next(self.lives)))
                 role = Role.PREFILL if place[0] == "p" else Role.DECODE
-                self.view.register(WorkerInfo(ref, role, "", b"id", 16, 1024, 100, 512), now)
+                self.view.register(worker_info(ref, role), now)
                 if rng.random() < 0.8:
                     self.view.ready(ref)
                 self.take(dispatcher.serve_queue(now))
@@ -125,7 +126,7 @@ def test_the_dead_are_remembered_within_a_bound_and_one_that_still_comes_is_neve
     known = ClusterView()
 
     def come(name: str) -> None:
-        info = WorkerInfo(WorkerRef("d0", name), Role.DECODE, "d0:1", b"id", 16, 1024, 100, 1024)
+        info = worker_info(WorkerRef("d0", name))
         known.register(info, now=0.0)
 
     known.bury(WorkerRef("d0", "lives"))

@@ -14,6 +14,7 @@ from cluster.worker_config import WorkerConfig
 from core.errors import BadRequest
 from core.membership import Role, WorkerInfo, WorkerRef
 from router.config import RouterConfig
+from tests.worker_info import worker_info
 
 BLOCK_BYTES = 1024
 BLOCKS_MOVED = 3
@@ -32,7 +33,7 @@ class StubWorkerHost:
         ref = WorkerRef(config.worker_id, config.incarnation)
         address = f"{config.worker_host}:{port}"
         self._announcing = asyncio.gather(*(_announce(config, address, router) for router in config.router_addresses))
-        return WorkerInfo(ref, config.role, address, b"", config.block_size, BLOCK_BYTES, config.num_blocks, 512)
+        return worker_info(ref, config.role, address=address, num_blocks=config.num_blocks)
 
     async def drain(self, _timeout_s: float, _finish_s: float) -> str:
         self._announcing.cancel()

@@ -9,7 +9,7 @@ from tandem.v1 import worker_pb2 as pb
 
 from core.errors import BadRequest
 from core.identity import Adapter, CacheIdentity
-from core.membership import GivenWork, Role, WorkerInfo, WorkerLoad, WorkerRef
+from core.membership import GivenWork, WorkerLoad, WorkerRef
 from core.messages import StartGeneration, StepOutput
 from core.request import (
     FinishReason,
@@ -27,6 +27,7 @@ from kv_transfer.membership_codec import decode_info, encode_info
 from kv_transfer.pool_codec import decode_pool, encode_pool
 from kv_transfer.stream_codec import decode_answer, decode_command, encode_answer, encode_command
 from kv_transfer.transport import PoolDescription
+from tests.worker_info import worker_info
 
 DESCRIPTION = PoolDescription(
     ref=WorkerRef("decode-0", "9f3a2c1d"),
@@ -107,7 +108,7 @@ def test_requests_and_deltas_come_out_whole() -> None:
 
 def test_a_worker_s_adapters_come_out_whole() -> None:
     adapters = frozenset({Adapter("poet", "d1"), Adapter("clerk", "d2")})
-    info = WorkerInfo(WorkerRef("d", "1"), Role.DECODE, "h:1", b"id", 16, 1, 1, 1, "h:2", "nvl", adapters)
+    info = worker_info(WorkerRef("d", "1"), metrics_address="h:2", nvlink_domain="nvl", adapters=adapters)
     assert decode_info(pb.WorkerInfo.FromString(encode_info(info).SerializeToString())) == info
 
 

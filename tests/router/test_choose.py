@@ -8,7 +8,7 @@ import random
 import pytest
 
 from core.identity import KEY_BYTES
-from core.membership import GivenWork, Role, WorkerInfo, WorkerLoad, WorkerRef
+from core.membership import GivenWork, Role, WorkerLoad, WorkerRef
 from core.messages import CacheEvents, PeerConnected
 from core.request import GenerateRequest, Placement, SamplingParams, StopConditions
 from router.policy import candidates
@@ -16,6 +16,7 @@ from router.policy.choose import Ask, Plan, PlanReason, choose
 from router.policy.routing_policy import MOST, RoutingPolicy
 from router.policy.transfer import FIRST_SHARE
 from router.view import ClusterView
+from tests.worker_info import worker_info
 
 BLOCK_SIZE = 16
 BLOCK_BYTES = 1_000_000
@@ -33,7 +34,7 @@ class Cluster:
         for name in names:
             role = Role.PREFILL if name[0] == "p" else Role.DECODE
             ref = self.refs[name] = WorkerRef(name, "1")
-            self.view.register(WorkerInfo(ref, role, name, b"id", BLOCK_SIZE, BLOCK_BYTES, 1000, 8192), now=0.0)
+            self.view.register(worker_info(ref, role, block_bytes=BLOCK_BYTES, num_blocks=1000), now=0.0)
             self.view.ready(ref)
         for one in names:
             for other in names:

@@ -13,7 +13,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from core.errors import BadRequest, Rejected, RejectReason
-from core.membership import Role, WorkerInfo, WorkerLoad, WorkerRef
+from core.membership import WorkerLoad, WorkerRef
 from core.messages import Answer, CancelRequest, Command, PeerDead, StartGeneration, StepOutput
 from core.request import FinishReason, GenerateRequest, Placement, SamplingParams, StopConditions, TokenDelta
 from router import live
@@ -23,8 +23,9 @@ from router.live import LiveDispatcher
 from router.policy.routing_policy import HedgePolicy, RoutingPolicy
 from router.policy_file import Policy
 from telemetry.router_metrics import RouterStateCollector, RoutingMetrics
+from tests.worker_info import worker_info
 
-WORKER = WorkerInfo(WorkerRef("decode-0", "a"), Role.DECODE, "nowhere:1", b"digest", 16, 1024, 64, 512)
+WORKER = worker_info(WorkerRef("decode-0", "a"), num_blocks=64)
 REQUEST = GenerateRequest("r1", (1, 2, 3), SamplingParams(), StopConditions(max_tokens=4))
 
 

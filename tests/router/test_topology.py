@@ -6,14 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from core.membership import Role, WorkerInfo, WorkerRef
+from core.membership import Role, WorkerRef
 from core.messages import PeerConnected
 from core.request import Placement
 from router.policy.topology import Nearness, nearness
 from router.policy.transfer import FIRST_SHARE
-from tests.router.test_choose import BLOCK_BYTES, BLOCK_SIZE, NUM_TOKENS, Cluster
+from tests.router.test_choose import BLOCK_BYTES, NUM_TOKENS, Cluster
+from tests.worker_info import worker_info
 
-HERE = WorkerInfo(WorkerRef("w", "1"), Role.PREFILL, "10.0.0.1:1", b"id", 16, 1, 1, 1, nvlink_domain="nvl-0")
+HERE = worker_info(WorkerRef("w", "1"), Role.PREFILL, address="10.0.0.1:1", nvlink_domain="nvl-0")
 
 
 @pytest.mark.parametrize(
@@ -45,7 +46,7 @@ def placed(gbps: float, **places: tuple[str, str]) -> Cluster:
         role = Role.PREFILL if name[0] == "p" else Role.DECODE
         ref = cluster.refs[name] = WorkerRef(name, "1")
         address = f"{host}:1" if host else ""
-        info = WorkerInfo(ref, role, address, b"id", BLOCK_SIZE, BLOCK_BYTES, 1000, 8192, nvlink_domain=domain)
+        info = worker_info(ref, role, address=address, block_bytes=BLOCK_BYTES, num_blocks=1000, nvlink_domain=domain)
         cluster.view.register(info, now=0.0)
         cluster.view.ready(ref)
     for one in places:

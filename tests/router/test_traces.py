@@ -33,6 +33,7 @@ from router.policy_file import Policy
 from telemetry.router_metrics import RoutingMetrics
 from tests.router.test_live import StubLink
 from tests.telemetry.spans import KeptSpans
+from tests.worker_info import worker_info
 
 TRACEPARENT: Final = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 REQUEST: Final = GenerateRequest("r1", (1, 2, 3), SamplingParams(), StopConditions(max_tokens=4))
@@ -40,7 +41,7 @@ TRACED: Final = replace(REQUEST, traceparent=TRACEPARENT)
 
 
 def worker(name: str, role: Role) -> WorkerInfo:
-    return WorkerInfo(WorkerRef(name, "a"), role, "nowhere:1", b"digest", 16, 1024, 64, 512)
+    return worker_info(WorkerRef(name, "a"), role)
 
 
 PREFILL: Final = worker("prefill-0", Role.PREFILL)

@@ -26,7 +26,7 @@ from cluster.router_streams import RouterStreams
 from core.errors import PeerRefused, WorkerLost
 from core.handoff import BlocksPushed, HandoffNotice, Landed, Quiet, StopPushing
 from core.identity import BlockHash, CacheIdentity
-from core.membership import Role, WorkerInfo, WorkerRef
+from core.membership import Role, WorkerRef
 from core.messages import CancelRequest, PeerConnected, ResyncCache
 from decode_worker.service import DecodeService
 from decode_worker.session import DecodeConfig, DecodeSession
@@ -50,6 +50,7 @@ from prefill_worker.session import PrefillConfig, PrefillSession
 from telemetry.tasks import BackgroundTasks
 from tests.simulation.chained_kv import BLOCK_SIZE, LIMITS, NUM_BLOCKS, ChainMemory, WriteIntoForeignBlock
 from tests.simulation.planted_bugs import PLANTS
+from tests.worker_info import worker_info
 
 BLOCK_BYTES = 16 << 10
 LEASE = LeaseConfig(lease_s=0.5, renew_s=0.1, settle_s=0.5, stop_retry_s=0.1, landed_timeout_s=0.5)
@@ -220,7 +221,7 @@ class SoakWorker:
             self.session = decode
             self.service = DecodeService(decode, self.driver, self.streams.send, self.wake, time.monotonic)
         self.work = asyncio.Event()
-        info = WorkerInfo(ref, role, str(ref), b"id", BLOCK_SIZE, BLOCK_BYTES, NUM_BLOCKS, 64)
+        info = worker_info(ref, role, block_size=BLOCK_SIZE, block_bytes=BLOCK_BYTES, num_blocks=NUM_BLOCKS)
         self.say("hello", info, self.transport.describe())
 
     def say(self, *message: object) -> None:

@@ -11,7 +11,7 @@ from cluster.router_streams import RouterStreams
 from cluster.worker_role import WorkerRole
 from core.handoff import BlocksPushed, HandoffNotice
 from core.identity import BlockHash
-from core.membership import GivenWork, Role, WorkerInfo, WorkerRef
+from core.membership import GivenWork, Role, WorkerRef
 from core.messages import (
     CancelRequest,
     Command,
@@ -44,6 +44,7 @@ from kv_transfer.effects import (
 from kv_transfer.session import HandoffSessions
 from prefill_worker.session import LookUpPrefix, PrefillConfig, PrefillSession
 from tests.simulation.chained_kv import ADAPTER, BLOCK_SIZE, LIMITS, ChainMemory, WriteIntoForeignBlock
+from tests.worker_info import worker_info
 
 if TYPE_CHECKING:
     from tests.simulation.cluster_world import World
@@ -77,9 +78,8 @@ class Host:
         self.handoffs = HandoffSessions(ref, self.pool, LEASE, self.pool.match, load_failure=policy)
         self.streams = RouterStreams(self.pool)
         self.role = WorkerRole(role, self.make_session, self.streams.send, self.scheduler, self.handoffs)
-        self.info = WorkerInfo(
-            ref, role, f"{ref}", b"id", BLOCK_SIZE, 1, world.num_blocks, 64, adapters=frozenset({ADAPTER})
-        )
+        adapters = frozenset({ADAPTER})
+        self.info = worker_info(ref, role, block_size=BLOCK_SIZE, num_blocks=world.num_blocks, adapters=adapters)
         self.links: dict[Link, float] = {}  # and when its router was heard
         self.peers: dict[WorkerRef, None] = {}  # known and not dead
         self.connected: dict[WorkerRef, None] = {}

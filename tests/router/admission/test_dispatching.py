@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from core.errors import Rejected, RejectReason
-from core.membership import Role, WorkerInfo, WorkerLoad, WorkerRef
+from core.membership import WorkerLoad, WorkerRef
 from core.messages import StartGeneration, StepOutput
 from core.request import FinishReason, GenerateRequest, Placement, SamplingParams, StopConditions, TokenDelta
 from router.admission.policy import AdmissionPolicy, BandPolicy, QueuePolicy
@@ -15,6 +15,7 @@ from router.config import DispatcherConfig
 from router.dispatcher import Dispatcher
 from router.effects import Effect, Fail, Send
 from router.view import ClusterView
+from tests.worker_info import worker_info
 
 WORKERS = (WorkerRef("d1", "1"), WorkerRef("d2", "1"))
 
@@ -27,7 +28,7 @@ class Cluster:
         self.dispatcher = Dispatcher(DispatcherConfig(tokens_ahead=200), self.view, "x")
         self.dispatcher.admission.policy = AdmissionPolicy(queue=QueuePolicy(**queue))
         for ref in WORKERS[:num_workers]:
-            self.view.register(WorkerInfo(ref, Role.DECODE, "", b"id", 16, 1024, 100, 1024), now=0.0)
+            self.view.register(worker_info(ref), now=0.0)
             self.view.ready(ref)
         self.dispatcher.serve_queue(0.0)
         self.attempts: dict[str, str] = {}  # of each request, the latest

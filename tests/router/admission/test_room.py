@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from core.membership import GivenWork, Role, WorkerInfo, WorkerLoad, WorkerRef
+from core.membership import GivenWork, Role, WorkerLoad, WorkerRef
 from router.admission.room import Capacity, PromptsOut
 from router.view import ClusterView
+from tests.worker_info import worker_info
 
 
 @pytest.mark.parametrize(
@@ -16,7 +17,7 @@ from router.view import ClusterView
 def test_prompts_of_all_routers_fill_the_workers(own_tokens: int, others_tokens: int, has_room: bool) -> None:
     view = ClusterView()
     for name, role in (("p", Role.PREFILL), ("d", Role.DECODE)):
-        view.register(WorkerInfo(WorkerRef(name, "1"), role, "", b"id", 16, 1024, 100, 1024), now=0.0)
+        view.register(worker_info(WorkerRef(name, "1"), role), now=0.0)
         view.ready(WorkerRef(name, "1"))
     view.heard(WorkerRef("p", "1"), WorkerLoad(), GivenWork(1, others_tokens, others_tokens), now=0.0)
     view.heard(WorkerRef("d", "1"), WorkerLoad(), GivenWork(1, others_tokens, 0), now=0.0)  # the same prompts' blocks

@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 
 from core.errors import Rejected, RejectReason
-from core.membership import Role, WorkerInfo, WorkerLoad, WorkerRef
+from core.membership import Role, WorkerLoad, WorkerRef
 from core.request import GenerateRequest, SamplingParams, StopConditions
 from router.admission.admission import Admission
 from router.admission.forecast import FIRST_GUESS, DrainRate, ExpectedCost
 from router.admission.policy import AdmissionPolicy, BandPolicy, QueuePolicy
 from router.view import ClusterView
+from tests.worker_info import worker_info
 
 AHEAD = 100
 
@@ -27,7 +28,7 @@ def view(*names: str) -> ClusterView:
     for name in names:
         ref = WorkerRef(name, "1")
         role = Role.PREFILL if name.startswith("p") else Role.DECODE
-        known.register(WorkerInfo(ref, role, f"{name}:1", b"id", 16, 1024, 100, 1024), now=0.0)
+        known.register(worker_info(ref, role), now=0.0)
         known.ready(ref)
     return known
 
@@ -95,7 +96,7 @@ def test_workers_are_counted_anew_when_they_change() -> None:
     books.enter(request("r"), 0.0)
     assert admitted(books) == []
     ref = WorkerRef("d1", "1")
-    known.register(WorkerInfo(ref, Role.DECODE, "d1:1", b"id", 16, 1024, 100, 1024), now=0.0)
+    known.register(worker_info(ref), now=0.0)
     known.ready(ref)
     books.workers_changed()
     assert admitted(books) == ["r"]
