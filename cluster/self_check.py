@@ -148,7 +148,7 @@ async def settled_blocks(registry_address: str) -> int:
 
 
 def _lane(status: Any) -> str:
-    """The lane that the workers' probes found: "shared-memory", "tcp-loopback", "network"; several if they differ."""
+    """The lane that the workers' probes found (kv_transfer/nixl_probe.py); several if they differ."""
     lanes = {peer.lane for item in status.workers for peer in item.peers}
     return "+".join(sorted(lanes)) or "unknown"
 

@@ -110,13 +110,13 @@ class WorkerConfig:
         for name in ("kv_interface", "worker_host"):
             if not getattr(self, name):
                 raise BadRequest(name, "must not be empty")
+        if "" in self.kv_interface.split(","):
+            raise BadRequest("kv_interface", f"one of its names is empty: {self.kv_interface!r}")
         require_range("metrics_port", self.metrics_port, 0, 65535)
         require_range("num_blocks", self.num_blocks, 1, 1 << 22)
         require_range("block_size", self.block_size, 1, 256)
         require_range("token_budget", self.token_budget, 1, 65536)
         _ = self.scheduling
-        if self.adapters and self.tensor_parallel_size > 1:
-            raise BadRequest("adapters", f"cannot be combined with tensor_parallel_size {self.tensor_parallel_size}")
         if self.redis_url is not None:
             RedisUrl.parse(self.redis_url)
 

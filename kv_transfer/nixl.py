@@ -198,7 +198,8 @@ class NixlTransport:
         """Set the connection up by a first small write, then time some large ones."""
         num_bytes = min(self._scratch.run_bytes, scratch_bytes)
         await self._probe(peer, min(_WARM_BYTES, num_bytes))
-        lane, gbps = infer_path(same_host, num_bytes, [await self._probe(peer, num_bytes) for _ in range(NUM_PROBES)])
+        probes = [await self._probe(peer, num_bytes) for _ in range(NUM_PROBES)]
+        lane, gbps = infer_path(same_host, self._pool.memory_kind, num_bytes, probes)
         if lane == LANE_LOOPBACK:
             logger.warning(
                 "%s is on this host but looks like TCP (%.2f GB/s): share PID and IPC namespaces and the uid",

@@ -17,9 +17,11 @@ from kv_transfer.pool import MemoryPool
 from kv_transfer.transport import PoolDescription
 
 # What `PeerLink.lane` says: inferred, as NIXL does not tell which transport UCX chose.
-LANE_MEMORY: Final = "shared-memory"
+LANE_MEMORY: Final = "shared-memory"  # CMA
+LANE_GPU_MEMORY: Final = "cuda-ipc"
 LANE_LOOPBACK: Final = "tcp-loopback"
-LANE_NETWORK: Final = "network"
+LANE_RDMA: Final = "rdma"
+LANE_TCP: Final = "tcp"
 
 NUM_PROBES: Final = 5
 
@@ -76,15 +78,17 @@ def network_bytes_sent() -> int:
     return sum(int(line.rpartition(":")[2].split()[8]) for line in lines)
 
 
-def infer_path(same_host: bool, num_bytes: int, probes: Sequence[Probe]) -> tuple[str, float]:
-    """(lane, GB/s in the median) of several equal probes.
+def infer_path(same_host: bool, memory_kind: str, num_bytes: int, probes: Sequence[Probe]) -> tuple[str, float]:
+    """(lane, GB/s in the median) of several equal probes. memory_kind: as MemoryPool's.
 
-    TCP must pass a network interface: where less than a probe's bytes left by one, the bytes went by memory (CMA or
-    CUDA IPC). Other traffic only adds, so the quietest probe decides. Neither speed nor a post that is over at once
-    tells: on busy cores the speeds of CMA and TCP overlap, and TCP is over in the post when both sides are busy.
+    TCP must pass a network interface of the kernel: where less than a probe's bytes left by one, the bytes went by
+    memory, or between hosts by RDMA. Other traffic only adds, so the quietest probe decides. Neither speed nor a post
+    that is over at once tells: on busy cores the speeds of CMA and TCP overlap, and TCP is over in the post when both
+    sides are busy.
     """
     gbps = num_bytes / statistics.median(probe.seconds for probe in probes) / 1e9
+    if min(probe.network_bytes for probe in probes) >= num_bytes // 2:
+        return LANE_LOOPBACK if same_host else LANE_TCP, gbps
     if not same_host:
-        return LANE_NETWORK, gbps
-    quietest = min(probe.network_bytes for probe in probes)
-    return LANE_MEMORY if quietest < num_bytes // 2 else LANE_LOOPBACK, gbps
+        return LANE_RDMA, gbps
+    return LANE_MEMORY if memory_kind == "DRAM" else LANE_GPU_MEMORY, gbps

@@ -37,7 +37,7 @@ class PeerLink:
     """A warmed connection, as measured by a probe transfer at connect."""
 
     peer: WorkerRef
-    lane: str  # "shared-memory", "tcp-loopback", "network": where the probe's bytes really went
+    lane: str  # "shared-memory", "cuda-ipc", "rdma", "tcp-loopback", "tcp": where the probe's bytes really went
     probe_gbps: float  # gigabytes per second of the probe
 
 

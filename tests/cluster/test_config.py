@@ -71,7 +71,6 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> N
         ({"num_decodes": 1}, "num_decodes"),
         ({"adapters": "poet=/adapters/poet"}, "adapters"),
         ({"adapters": {"poet": None}}, "adapters"),
-        ({"adapters": {"poet": "/adapters/poet"}, "tensor_parallel_size": 2}, "adapters"),
         ({"adapters": {"po et": "/adapters/poet"}}, "adapters"),
         ({"adapters": {"tiny": "/adapters/poet"}}, "adapters"),
     ],
@@ -182,6 +181,8 @@ def test_workers_take_interfaces_and_numa_nodes_in_turn() -> None:
         ("numa_nodes", {"numa_nodes": "5000"}),
         ("numa_nodes", {"numa_nodes": "0", "pin_workers": True}),
         ("kv_interface", {"kv_interface": "eth0;"}),
+        ("kv_interface", {"kv_interface": "lo,"}),
+        ("kv_interface", {"kv_interface": "lo;,lo"}),
     ],
 )
 def test_affinities_that_nobody_can_take_are_refused(field: str, settings: dict[str, Any]) -> None:

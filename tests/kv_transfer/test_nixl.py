@@ -20,9 +20,11 @@ from core.errors import InvariantBroken, PeerRefused
 from core.membership import WorkerRef
 from kv_transfer.nixl import NixlTransport
 from kv_transfer.nixl_probe import (
+    LANE_GPU_MEMORY,
     LANE_LOOPBACK,
     LANE_MEMORY,
-    LANE_NETWORK,
+    LANE_RDMA,
+    LANE_TCP,
     Envelope,
     Probe,
     infer_path,
@@ -91,24 +93,26 @@ async def test_the_probe_reports_its_speed(ends: Ends) -> None:
 
 
 @pytest.mark.parametrize(
-    ("same_host", "network_bytes", "seconds", "expected"),
+    ("same_host", "memory_kind", "network_bytes", "seconds", "expected"),
     [
-        (True, [0, 200, 90], 2.0, (LANE_MEMORY, 0.5)),
-        (True, [3 * 10**9, 100, 2 * 10**9], 0.1, (LANE_MEMORY, 10.0)),  # other traffic beside it
-        (True, [10**9 + 5000] * 3, 0.1, (LANE_LOOPBACK, 10.0)),
-        (False, [10**9] * 3, 1.0, (LANE_NETWORK, 1.0)),
-        (False, [0] * 3, 0.025, (LANE_NETWORK, 40.0)),  # RDMA passes no interface of the kernel
+        (True, "DRAM", [0, 200, 90], 2.0, (LANE_MEMORY, 0.5)),
+        (True, "VRAM", [0, 200, 90], 0.01, (LANE_GPU_MEMORY, 100.0)),
+        (True, "DRAM", [3 * 10**9, 100, 2 * 10**9], 0.1, (LANE_MEMORY, 10.0)),  # other traffic beside it
+        (True, "DRAM", [10**9 + 5000] * 3, 0.1, (LANE_LOOPBACK, 10.0)),
+        (True, "VRAM", [10**9 + 5000] * 3, 0.1, (LANE_LOOPBACK, 10.0)),
+        (False, "DRAM", [10**9] * 3, 1.0, (LANE_TCP, 1.0)),
+        (False, "VRAM", [0] * 3, 0.025, (LANE_RDMA, 40.0)),  # it passes no interface of the kernel
     ],
 )
 def test_the_path_is_inferred(
-    same_host: bool, network_bytes: list[int], seconds: float, expected: tuple[str, float]
+    same_host: bool, memory_kind: str, network_bytes: list[int], seconds: float, expected: tuple[str, float]
 ) -> None:
-    assert infer_path(same_host, 10**9, [Probe(seconds, sent) for sent in network_bytes]) == expected
+    assert infer_path(same_host, memory_kind, 10**9, [Probe(seconds, sent) for sent in network_bytes]) == expected
 
 
 def test_one_slow_probe_does_not_change_the_speed() -> None:
     probes = [Probe(seconds, 0) for seconds in (0.1, 0.1, 5.0, 0.1, 0.1)]
-    assert infer_path(True, 10**9, probes)[1] == pytest.approx(10.0)
+    assert infer_path(True, "DRAM", 10**9, probes)[1] == pytest.approx(10.0)
 
 
 def test_what_passes_loopback_is_counted() -> None:
