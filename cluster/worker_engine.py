@@ -12,7 +12,7 @@ from core.identity import SCHEMA_REVISION, Adapter, CacheIdentity
 from core.request import GenerateRequest
 from engine.adapter_check import require_finite
 from engine.block_pool import BlockPool
-from engine.digest import read_adapters, tokenizer_digest, weights_digest
+from engine.digest import read_adapters, tokenizer_digest, unchanged, weights_digest
 from engine.grammar import GrammarCompiler
 from engine.load_runner import load_runner
 from engine.runner import ModelRunner
@@ -42,6 +42,11 @@ def build_engine(config: WorkerConfig, on_rank_lost: Callable[[RankLost], None] 
 
     on_rank_lost: see ParallelRunner.
     """
+    with unchanged([config.model_folder, *config.adapters.values()]):
+        return _build(config, on_rank_lost)
+
+
+def _build(config: WorkerConfig, on_rank_lost: Callable[[RankLost], None]) -> Engine:
     folder = config.model_folder
     tokenizer = Tokenizer.load(folder)
     adapters = read_adapters(config.adapters)

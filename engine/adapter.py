@@ -13,9 +13,10 @@ from typing import Final
 
 import torch
 
-from core.errors import BadModel, InvariantBroken
+from core.errors import BadModel
 from engine.adapter_config import CONFIG_FILE, TARGETS, TENSOR_FILE, AdapterConfig
 from engine.model_config import ModelConfig
+from engine.parallel.shard import WHOLE, Shard
 from engine.quantisation import is_finite
 from engine.step import SequenceSlice
 from engine.tensor_files import TensorFiles
@@ -51,23 +52,28 @@ AdapterWeights = tuple[AdapterLayer, ...]
 AdaptedRows = Sequence[tuple[slice, AdapterWeights]]  # of a step's tokens
 
 
-def load_adapters(folders: Mapping[str, Path], config: ModelConfig, dtype: torch.dtype) -> dict[str, AdapterWeights]:
+def load_adapters(
+    folders: Mapping[str, Path], config: ModelConfig, dtype: torch.dtype, shard: Shard = WHOLE
+) -> dict[str, AdapterWeights]:
     """Read the adapters of a model, by their content digests (engine/digest.py).
 
     Raises: BadModel: see `load_adapter`.
     """
-    return {digest: load_adapter(folder, config, dtype) for digest, folder in folders.items()}
+    return {digest: load_adapter(folder, config, dtype, shard) for digest, folder in folders.items()}
 
 
-def load_adapter(folder: Path, config: ModelConfig, dtype: torch.dtype) -> AdapterWeights:
+def load_adapter(folder: Path, config: ModelConfig, dtype: torch.dtype, shard: Shard = WHOLE) -> AdapterWeights:
     """Read a folder in PEFT's form: adapter_config.json and adapter_model.safetensors.
+
+    config: the whole model's. shard: of a rank, which has all rows of each `shrink`, and of `expand` those that it has
+    of the model's matrix.
 
     Raises: BadModel: unreadable, of a kind that we do not compute, or for another model; a tensor is missing, left
         over, of a wrong shape, or holds NaN or infinity.
     """
     adapter = AdapterConfig.load(folder)
     tensors = TensorFiles(folder, TENSOR_FILE, asked_by=f"the base model with {CONFIG_FILE}")
-    reader = _Reader(folder, adapter, tensors, expected_shapes(config), dtype)
+    reader = _Reader(folder, adapter, tensors, expected_shapes(config), dtype, shard)
     tensors.check(reader.wanted(config.num_layers), {})
     return tuple(
         AdapterLayer(
@@ -81,18 +87,13 @@ def load_adapter(folder: Path, config: ModelConfig, dtype: torch.dtype) -> Adapt
 
 
 def adapted_rows(slices: Sequence[SequenceSlice], adapters: Mapping[str, AdapterWeights]) -> AdaptedRows:
-    """Which of a step's tokens which adapter changes, in order; neighbours with one adapter are one slice of rows.
-
-    Raises: InvariantBroken: it is not loaded.
-    """
+    """Which of a step's tokens which adapter changes, in order; neighbours with one adapter are one slice of rows."""
     found: list[tuple[slice, str]] = []
     end = 0
     for item in slices:
         first, end = end, end + len(item.token_ids)
         if not item.adapter_digest:
             continue
-        if item.adapter_digest not in adapters:
-            raise InvariantBroken(f"request {item.request_id}: its adapter is not loaded")
         if found and found[-1][0].stop == first and found[-1][1] == item.adapter_digest:
             first = found.pop()[0].start
         found.append((slice(first, end), item.adapter_digest))
@@ -106,6 +107,7 @@ class _Reader:
     tensors: TensorFiles
     base_shapes: Mapping[str, tuple[int, ...]]
     dtype: torch.dtype
+    shard: Shard
 
     def wanted(self, num_layers: int) -> dict[str, tuple[int, ...]]:
         """The tensors that must be there, with their shapes."""
@@ -131,9 +133,10 @@ class _Reader:
 
     def _expand(self, index: int, target: str) -> torch.Tensor:
         """[num_outputs, rank]; without columns where the adapter leaves the projection alone."""
+        rows = self.shard.rows(self.base_shapes[f"{_module(index, target)}.weight"][0])
         if target in self.adapter.targets:
-            return self.tensors.read(_tensor(index, target, "B"), torch.float32) * self.adapter.scale
-        return torch.zeros(self.base_shapes[f"{_module(index, target)}.weight"][0], 0)
+            return self.tensors.read(_tensor(index, target, "B"), torch.float32)[rows] * self.adapter.scale
+        return torch.zeros(rows.stop - rows.start, 0)
 
 
 def _module(index: int, target: str) -> str:

@@ -133,6 +133,11 @@ class BlockPool:
         self._hash_of[block] = block_hash
         self._changes.store(block_hash)
 
+    def forget(self, blocks: Iterable[int]) -> None:
+        """Make blocks unfindable, whoever else holds them: what they hold is not to be relied on."""
+        for block in blocks:
+            self._forget(block)
+
     def quarantine(self, blocks: Iterable[int]) -> None:
         """Lock blocks of which one reference is left and that hold nothing findable: a write may still come."""
         for block in blocks:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from core.request import FinishReason, TokenDelta, WorkUsage
+from core.request import TokenDelta, WorkUsage
 from engine.sequence import Sequence
 from engine.step import DeadEnd, Drawn, ScoredToken
 
@@ -14,7 +14,7 @@ def add_drawn(sequence: Sequence, drawn: Drawn) -> TokenDelta:
             request_id=sequence.request_id,
             position=sequence.num_output,
             token_ids=(),
-            finish_reason=FinishReason.DEAD_END,
+            finish_reason=drawn.reason,
             message=drawn.message,
             choice=sequence.choice,
         )

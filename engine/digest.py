@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
+import re
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
 from core.errors import BadModel
 from core.identity import Adapter
 from engine.adapter_config import CONFIG_FILE, TENSOR_FILE
+from engine.cache_folder import cache_folder
 
-CACHE_FILE: Final = ".tandem_digests.json"
+DIGEST_FORM: Final = re.compile("[0-9a-f]{64}")
+LOADED_SUFFIXES: Final = (".json", ".safetensors")
+
+Stamp = tuple[str, int, int, int, int, int]  # of a file: another content gives another one, whatever its name or mtime
 
 
 def weights_digest(folder: Path) -> str:
@@ -29,11 +34,7 @@ def weights_digest(folder: Path) -> str:
 
 
 def adapter_digest(folder: Path) -> str:
-    """SHA-256, in hex, over a LoRA adapter's files. Raises: BadModel: one is missing or cannot be read.
-
-    Read each time: adapters of one kind have one size, those of an image often one time, and whoever wrote the folder
-    could have put digests of another adapter's beside it, which would then share its KV.
-    """
+    """SHA-256, in hex, over a LoRA adapter's files, read each time. Raises: BadModel: one is missing or unreadable."""
     return _digest_files((folder / name for name in (CONFIG_FILE, TENSOR_FILE)), _read_digest)
 
 
@@ -45,6 +46,17 @@ def read_adapters(folders: Mapping[str, Path]) -> dict[str, Adapter]:
 def tokenizer_digest(folder: Path) -> str:
     """SHA-256, in hex, over tokenizer.json. Raises: BadModel: it is missing or cannot be read."""
     return _digest_files([folder / "tokenizer.json"], _known_digest)
+
+
+@contextmanager
+def unchanged(folders: Iterable[Path]) -> Iterator[None]:
+    """Inside, what is read of the folders is of one moment, or BadModel is raised in the end: else weights of one
+    content could serve under the digest of another, and their KV be found by it."""
+    before = {folder: _stamps(folder) for folder in folders}
+    yield
+    for folder, stamps in before.items():
+        if _stamps(folder) != stamps:
+            raise BadModel(f"{folder}: changed while it was loaded")
 
 
 def _digest_files(paths: Iterable[Path], digest: Callable[[Path], str]) -> str:
@@ -64,30 +76,39 @@ def _read_digest(path: Path) -> str:
 
 
 def _known_digest(path: Path) -> str:
-    """SHA-256 of one file, read once per (name, size, modification time): half a gigabyte takes 0.5 s or more."""
+    """SHA-256 of one file, read once per stamp: half a gigabyte takes 0.5 s or more."""
+    stamp = _stamp(path)
+    entry = cache_folder() / "digests" / hashlib.sha256(repr(stamp).encode()).hexdigest()
+    with suppress(OSError, ValueError):
+        known = entry.read_text(encoding="ascii")
+        if DIGEST_FORM.fullmatch(known):
+            return known
+    digest = _read_digest(path)
+    if _stamp(path) == stamp:
+        _write_entry(entry, digest)
+    return digest
+
+
+def _write_entry(entry: Path, digest: str) -> None:
+    """In one step, as others may read or write it now. A cache that cannot be written stays without it."""
+    with suppress(OSError):
+        entry.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=entry.parent)
+        with os.fdopen(handle, "w", encoding="ascii") as file:
+            file.write(digest)
+        os.replace(name, entry)
+
+
+def _stamp(path: Path) -> Stamp:
+    """The time of the last change of anything, ctime, is the one that nobody can set."""
     status = path.stat()
-    key = f"{path.name}:{status.st_size}:{status.st_mtime_ns}"
-    cached = _read_cache(path.parent)
-    if key not in cached:
-        cached[key] = _read_digest(path)
-        _write_cache(path.parent, cached)
-    return cached[key]
+    place = os.path.realpath(path)
+    return (place, status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
 
-def _read_cache(folder: Path) -> dict[str, str]:
-    """Known digests; empty where there is no cache or a damaged one."""
+def _stamps(folder: Path) -> dict[str, Stamp]:
+    """Of what is loaded of a folder. Raises: BadModel: it cannot be read."""
     try:
-        loaded = json.loads((folder / CACHE_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return loaded if isinstance(loaded, dict) else {}
-
-
-def _write_cache(folder: Path, digests: dict[str, str]) -> None:
-    """Replace the cache in one step; a read-only folder simply stays without one."""
-    if not os.access(folder, os.W_OK):
-        return
-    handle, name = tempfile.mkstemp(dir=folder, prefix=CACHE_FILE)
-    with os.fdopen(handle, "w", encoding="utf-8") as file:
-        json.dump(digests, file)
-    os.replace(name, folder / CACHE_FILE)
+        return {path.name: _stamp(path) for path in folder.iterdir() if path.suffix in LOADED_SUFFIXES}
+    except OSError as error:
+        raise BadModel(f"{folder}: cannot be read: {error}") from error

@@ -66,13 +66,11 @@ def load_runner(
         raise BadRequest(ENGINE_VARIABLE, "gpu, but torch sees none, or is a build for CPUs")
     on_gpus = forced == "gpu" or (not forced and torch.cuda.is_available())
     if tensor_parallel_size > 1:
-        if adapters:
-            raise BadRequest("adapters", f"tensor_parallel_size is {tensor_parallel_size}: ranks take no adapters")
         if not on_gpus and forced != "torch":
             raise BadRequest("tensor_parallel_size", f"{tensor_parallel_size} wants GPUs, or {ENGINE_VARIABLE}=torch")
         gpus = range(gpu_index, gpu_index + tensor_parallel_size)
         start = _start_on_gpus if on_gpus else _start_on_host
-        return start(folder, dtype, num_blocks, block_size, gpus, on_rank_lost)
+        return start(folder, dtype, num_blocks, block_size, gpus, on_rank_lost, adapters or {})
     if on_gpus:
         return GpuModelRunner.load(folder, dtype, num_blocks, block_size, progress, gpu_index, adapters=adapters)
     if forced == "torch":
@@ -89,7 +87,13 @@ def load_runner(
 
 
 def _start_on_gpus(
-    folder: Path, dtype: str, num_blocks: int, block_size: int, gpus: range, on_lost: Callable[[RankLost], None]
+    folder: Path,
+    dtype: str,
+    num_blocks: int,
+    block_size: int,
+    gpus: range,
+    on_lost: Callable[[RankLost], None],
+    adapters: Mapping[str, Path],
 ) -> ParallelRunner:
     """Unrun by us (docs/adr/0028-tensor-parallelism.md)."""
     config = _part_of(folder, dtype, len(gpus))
@@ -98,16 +102,22 @@ def _start_on_gpus(
         raise BadRequest("tensor_parallel_size", f"{len(gpus)} wants as many GPUs, torch sees {count}")
     places = [torch.device("cuda", index % count) for index in gpus]
     pools = [gpu.make_pool(config, dtype, num_blocks, block_size, place) for place in places]
-    return ParallelRunner(partial(_gpu_shard, folder, dtype, num_blocks, block_size), pools, on_lost)
+    return ParallelRunner(partial(_gpu_shard, folder, dtype, num_blocks, block_size, adapters), pools, on_lost)
 
 
 def _start_on_host(
-    folder: Path, dtype: str, num_blocks: int, block_size: int, ranks: range, on_lost: Callable[[RankLost], None]
+    folder: Path,
+    dtype: str,
+    num_blocks: int,
+    block_size: int,
+    ranks: range,
+    on_lost: Callable[[RankLost], None],
+    adapters: Mapping[str, Path],
 ) -> ParallelRunner:
     """Pools in shared memory."""
     config = _part_of(folder, dtype, len(ranks))
     pools = [make_pool(config, dtype, num_blocks, block_size).share_memory_() for _ in ranks]
-    return ParallelRunner(partial(_torch_shard, folder, dtype, num_blocks, block_size), pools, on_lost)
+    return ParallelRunner(partial(_torch_shard, folder, dtype, num_blocks, block_size, adapters), pools, on_lost)
 
 
 def _part_of(folder: Path, dtype: str, size: int) -> ModelConfig:
@@ -118,14 +128,38 @@ def _part_of(folder: Path, dtype: str, size: int) -> ModelConfig:
 
 
 def _gpu_shard(
-    folder: Path, dtype: str, num_blocks: int, block_size: int, shard: Shard, pool: torch.Tensor, gather: Gather
+    folder: Path,
+    dtype: str,
+    num_blocks: int,
+    block_size: int,
+    adapters: Mapping[str, Path],
+    shard: Shard,
+    pool: torch.Tensor,
+    gather: Gather,
 ) -> GpuModelRunner:
     return GpuModelRunner.load(
-        folder, dtype, num_blocks, block_size, gpu_index=pool.get_device(), shard=shard, pool=pool, gather=gather
+        folder,
+        dtype,
+        num_blocks,
+        block_size,
+        gpu_index=pool.get_device(),
+        shard=shard,
+        pool=pool,
+        gather=gather,
+        adapters=adapters,
     )
 
 
 def _torch_shard(
-    folder: Path, dtype: str, num_blocks: int, block_size: int, shard: Shard, pool: torch.Tensor, gather: Gather
+    folder: Path,
+    dtype: str,
+    num_blocks: int,
+    block_size: int,
+    adapters: Mapping[str, Path],
+    shard: Shard,
+    pool: torch.Tensor,
+    gather: Gather,
 ) -> TorchModelRunner:
-    return TorchModelRunner.load(folder, dtype, num_blocks, block_size, shard=shard, pool=pool, gather=gather)
+    return TorchModelRunner.load(
+        folder, dtype, num_blocks, block_size, shard=shard, pool=pool, gather=gather, adapters=adapters
+    )

@@ -8,8 +8,7 @@ from typing import Protocol
 import torch
 
 from core.blocks import KvGeometry
-from core.errors import InvariantBroken
-from engine.step import Answer, StepPlan
+from engine.step import NOT_FINITE, Answer, StepPlan
 
 
 class ModelRunner(Protocol):
@@ -30,15 +29,25 @@ class ModelRunner(Protocol):
     def run(self, plan: StepPlan) -> Sequence[tuple[Answer, ...]]:
         """Copy blocks, write the KV of every slice into its own, and draw and score what each slice asks for.
 
+        What a slice wrote whose answers hold NOT_FINITE is zero afterwards: 0 x NaN would reach whoever has the blocks
+        next, from behind its own tokens.
+
         Returns: for each slice, in order, the answers to its `samples` (engine.sampler.draw).
-        Raises: InvariantBroken: a block table does not cover its slice, or a block id lies outside the pool.
+        Raises: InvariantBroken: the step would touch what is not there (engine/slice_check.py).
         """
         ...
 
 
 def copy_blocks(kv_pool: torch.Tensor, copies: Sequence[tuple[int, int]]) -> None:
-    """Do a plan's copies; `kv_pool` is [num_blocks, ...]. Raises InvariantBroken: a block lies outside the pool."""
+    """Do a checked plan's copies; `kv_pool` is [num_blocks, ...]."""
     for source, target in copies:
-        if not (0 <= source < len(kv_pool) and 0 <= target < len(kv_pool)):
-            raise InvariantBroken(f"copy of block {source} to {target} in a pool of {len(kv_pool)}")
         kv_pool[target].copy_(kv_pool[source])
+
+
+def clear_not_finite(
+    kv_pool: torch.Tensor, block_size: int, plan: StepPlan, answers: Sequence[tuple[Answer, ...]]
+) -> None:
+    """Zero the blocks that slices with NOT_FINITE among their answers wrote into; `kv_pool` is [num_blocks, ...]."""
+    for item, answer in zip(plan.slices, answers, strict=True):
+        if NOT_FINITE in answer:
+            kv_pool[list(item.block_table[item.start // block_size :])] = 0

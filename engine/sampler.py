@@ -15,7 +15,18 @@ import torch
 
 from core.errors import InvariantBroken
 from core.request import TokenLogprobs
-from engine.step import Answer, DeadEnd, Drawn, GrammarMatcher, PromptScore, RowSpec, SampleSpec, ScoredToken, ScoreSpec
+from engine.step import (
+    NOT_FINITE,
+    Answer,
+    DeadEnd,
+    Drawn,
+    GrammarMatcher,
+    PromptScore,
+    RowSpec,
+    SampleSpec,
+    ScoredToken,
+    ScoreSpec,
+)
 
 LARGEST: Final = torch.finfo(torch.float32).max
 SORTED_PREFIX: Final = 1024  # top_p mostly keeps fewer tokens; only where it keeps more is the whole row sorted
@@ -62,12 +73,15 @@ def sample(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> list[int | Dead
     Args:
         logits: [num_rows, vocab_size], float32; not changed.
         specs: one per row; their token ids lie in the vocabulary.
-    Returns: for each row a token, or why its grammar leaves none.
-    Raises: InvariantBroken: a row has a NaN or an infinity, or bans on all its tokens.
+    Returns: for each row a token, or why its grammar leaves none, or NOT_FINITE.
+    Raises: InvariantBroken: a row has bans on all its tokens.
     """
     best, greedy_ids = logits.max(dim=-1)
-    if not bool(torch.isfinite(best).all()):
-        raise InvariantBroken("logits hold a NaN or an infinity")
+    is_finite = torch.isfinite(best).tolist()
+    if not all(is_finite):
+        rows = [row for row, finite in enumerate(is_finite) if finite]
+        others = iter(sample(logits[rows], [specs[row] for row in rows]) if rows else ())
+        return [next(others) if finite else NOT_FINITE for finite in is_finite]
     dead: dict[int, DeadEnd] = {}
     if any(spec.changes_logits for spec in specs):
         logits, dead = _changed(logits, specs)
@@ -108,12 +122,12 @@ def _scored(logits: torch.Tensor, token_id: int, num_top: int) -> ScoredToken:
     return ScoredToken(token_id, TokenLogprobs(float(logprobs[token_id]), _top(logprobs, num_top)))
 
 
-def _score(logits: torch.Tensor, spec: ScoreSpec) -> PromptScore:
+def _score(logits: torch.Tensor, spec: ScoreSpec) -> PromptScore | DeadEnd:
     """One prompt token by the row, [vocab_size], float32, that says what follows. Ranks are as vLLM has them."""
+    if not bool(torch.isfinite(logits.max())):
+        return NOT_FINITE
     logprobs = logits.double().log_softmax(dim=0)
     own = logprobs[spec.token_id]
-    if not bool(torch.isfinite(logits.max())):
-        raise InvariantBroken("logits hold a NaN or an infinity")
     return PromptScore(float(own), int((logprobs >= own).sum()), _top(logprobs, spec.num_top))
 
 

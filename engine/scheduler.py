@@ -32,7 +32,7 @@ from engine.growth import BlockGrowth
 from engine.scheduler_config import SchedulerConfig
 from engine.sequence import MatcherFactory, ModelLimits, Sequence, StopWatchFactory, no_grammars
 from engine.sequence_maker import SequenceMaker
-from engine.step import Answer, Progress, StepPlan
+from engine.step import NOT_FINITE, Answer, Progress, StepPlan
 from engine.step_pace import StepPace
 from engine.waiting_line import WaitingLine, rank
 
@@ -188,6 +188,9 @@ class Scheduler:
         for sequence, item, answer in zip(computing, plan.slices, drawn, strict=True):
             if sequence.cancelled:
                 self._forget(sequence)
+                continue
+            if NOT_FINITE in answer:
+                progress.append(self._fail(sequence))
                 continue
             sequence.num_computed = item.end
             sequence.num_computed_prompt += max(0, min(item.end, sequence.request.num_given_tokens) - item.start)
@@ -347,10 +350,17 @@ class Scheduler:
             self.pool.cache(sequence.blocks[index], sequence.hashes[index])
         sequence.num_cached_blocks = num_full
 
+    def _fail(self, sequence: Sequence) -> Progress:
+        """End a sequence that comes to no numbers. What led there is not to be found again, hits included."""
+        self.pool.forget(sequence.blocks)
+        delta, computed = add_drawn(sequence, NOT_FINITE), sequence.num_computed
+        self._forget(sequence)
+        return Progress(sequence.request_id, computed, (), (delta,), sequence.request_id not in self._sequences)
+
     def _advance(self, sequence: Sequence, answer: tuple[Answer, ...]) -> Progress:
         request_id, table, computed = sequence.request_id, tuple(sequence.blocks), sequence.num_computed
         drawn_here = sequence.take_scores(answer)
-        if not drawn_here:
+        if sequence.num_uncomputed:  # then it is what PROBE drew
             return Progress(request_id, computed, table, deltas=())
         handed_over = sequence.prefill_only
         choices = sequence.fork(self._make_watch) if handed_over else self._fork(sequence)

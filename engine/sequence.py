@@ -14,7 +14,7 @@ from core.blocks import num_blocks_for
 from core.errors import BadRequest
 from core.identity import BlockHash, extend_hashes
 from core.request import FinishReason, GenerateRequest, Grammar, PromptLogprobs, SamplingParams
-from engine.step import Answer, Drawn, GrammarMatcher, PromptScore, SampleSpec, ScoreSpec, SequenceSlice
+from engine.step import PROBE, Answer, Drawn, GrammarMatcher, PromptScore, SampleSpec, ScoreSpec, SequenceSlice
 
 
 class StopWatch(Protocol):
@@ -196,7 +196,7 @@ class Sequence:
             token_ids=tuple(self.tokens[self.num_computed : end]),
             start=self.num_computed,
             block_table=tuple(self.blocks[: self.num_blocks_to(end)]),
-            samples=(*self._scores_to(end), *(self._samples() if end == self.num_known else ())),
+            samples=(*self._scores_to(end), *(self._samples() if end == self.num_known else (PROBE,))),
             adapter_digest=self.request.adapter.digest if self.request.adapter else "",
         )
 

@@ -2,8 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 from core.errors import InvariantBroken
-from engine.step import SequenceSlice
+from engine.step import SequenceSlice, StepPlan
+
+
+def require_computable(
+    plan: StepPlan,
+    block_size: int,
+    num_blocks: int,
+    max_context_tokens: int,
+    vocab_size: int,
+    adapters: Container[str],
+) -> None:
+    """Raise InvariantBroken where a step would touch what is not there. adapters: digests of those that are loaded."""
+    for item in plan.slices:
+        require_inside(item, block_size, num_blocks, max_context_tokens, vocab_size)
+        if item.adapter_digest and item.adapter_digest not in adapters:
+            raise InvariantBroken(f"request {item.request_id}: its adapter is not loaded")
+    require_copies(plan, num_blocks)
+
+
+def require_copies(plan: StepPlan, num_blocks: int) -> None:
+    """Raise InvariantBroken where a copy is not inside the pool."""
+    for source, target in plan.copies:
+        if not (0 <= source < num_blocks and 0 <= target < num_blocks):
+            raise InvariantBroken(f"copy of block {source} to {target} in a pool of {num_blocks}")
 
 
 def require_inside(

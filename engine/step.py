@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
-from typing import ClassVar, Protocol
+from typing import ClassVar, Final, Protocol
 
-from core.request import SamplingParams, TokenDelta, TokenLogprobs
+from core.request import FinishReason, SamplingParams, TokenDelta, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +19,11 @@ class DeadEnd:
     """No token may be drawn: a grammar leaves none, or went beyond its bounds. It ends that output alone."""
 
     message: str
+    reason: FinishReason = FinishReason.DEAD_END
+
+
+# Of a row of logits that is no row of numbers. The same tokens would give it again, whoever computes them.
+NOT_FINITE: Final = DeadEnd("the model's logits hold a NaN or an infinity", FinishReason.ERROR)
 
 
 class GrammarMatcher(Protocol):
@@ -79,6 +84,10 @@ class ScoreSpec:
 
 RowSpec = SampleSpec | ScoreSpec  # each is about one row of logits
 
+# Asked of a slice that ends before the known tokens do: a KV block is cached and sent away only where the logits that
+# follow it are numbers. What it draws is of no use.
+PROBE: Final = SampleSpec(SamplingParams(temperature=0.0), 0)
+
 
 @dataclass(frozen=True, slots=True)
 class SequenceSlice:
@@ -88,7 +97,7 @@ class SequenceSlice:
         [0, start) is already in the pool.
     block_table: ids of the blocks that cover positions [0, start + len(token_ids)), in token order.
     adapter_digest: of the adapter that computes it, empty for the model alone.
-    samples: what to draw from the logits of the last token; several where a prompt is continued more than once, none
+    samples: what to draw from the logits of the last token; several where a prompt is continued more than once, PROBE
         where the slice does not reach the end of the known tokens. Before them, what to score of a prompt.
     """
 
@@ -126,7 +135,8 @@ class ScoredToken:
 
 @dataclass(frozen=True, slots=True)
 class PromptScore:
-    """The answer to a ScoreSpec: rank is how many tokens are at least as probable; top as in TokenLogprobs."""
+    """The answer to a ScoreSpec, where it is not NOT_FINITE. rank: how many tokens are at least as probable; top: as in
+    TokenLogprobs."""
 
     logprob: float
     rank: int

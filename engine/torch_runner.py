@@ -16,10 +16,10 @@ from engine.model_config import ModelConfig
 from engine.models.arithmetic import CpuArithmetic
 from engine.models.decoder import DecoderModel, Gather, alone
 from engine.parallel.shard import WHOLE, Shard
-from engine.runner import copy_blocks
+from engine.runner import clear_not_finite, copy_blocks
 from engine.sampler import draw
-from engine.slice_check import require_inside
-from engine.step import Answer, SequenceSlice, StepPlan
+from engine.slice_check import require_computable
+from engine.step import NOT_FINITE, Answer, SequenceSlice, StepPlan
 from engine.weights import load_weights
 
 KV_LAYOUT: Final = "block,layer,key-value,head,token,dim"
@@ -83,7 +83,7 @@ class TorchModelRunner:
         config = ModelConfig.load(folder)
         weights = load_weights(folder, config, require_dtype(dtype), progress, shard)
         model = DecoderModel(shard.config(config), weights, CpuArithmetic(), gather)
-        loaded = load_adapters(adapters or {}, config, require_dtype(dtype))
+        loaded = load_adapters(adapters or {}, config, require_dtype(dtype), shard)
         return TorchModelRunner(model, dtype, num_blocks, block_size, pool, loaded)
 
     @property
@@ -98,14 +98,24 @@ class TorchModelRunner:
 
     def run(self, plan: StepPlan) -> list[tuple[Answer, ...]]:
         """See ModelRunner."""
+        self.check(plan)
         copy_blocks(self._kv_pool, plan.copies)
         with torch.inference_mode():
-            return plan.by_slice(draw(self.logits(plan), plan.samples))
+            answers = plan.by_slice(draw(self._compute(plan), plan.samples))
+        clear_not_finite(self._kv_pool, self.geometry.block_size, plan, answers)
+        return answers
 
     def follow(self, plan: StepPlan) -> None:
         """See ShardRunner."""
         copy_blocks(self._kv_pool, plan.copies)
-        self.logits(plan)
+        is_finite = torch.isfinite(self._compute(plan).amax(dim=-1)).tolist()
+        answers = plan.by_slice(0 if finite else NOT_FINITE for finite in is_finite)
+        clear_not_finite(self._kv_pool, self.geometry.block_size, plan, answers)
+
+    def check(self, plan: StepPlan) -> None:
+        """See LeadingRunner."""
+        block_size, num_blocks = self.geometry.block_size, len(self._kv_pool)
+        require_computable(plan, block_size, num_blocks, self.max_context_tokens, self.vocab_size, self._adapters)
 
     def logits(self, plan: StepPlan) -> torch.Tensor:
         """Compute a step, without its copies; next-token logits for each of its samples, in order.
@@ -113,6 +123,11 @@ class TorchModelRunner:
         Returns: [num_samples, vocab_size], float32.
         Raises: InvariantBroken: see ModelRunner.run.
         """
+        self.check(plan)
+        return self._compute(plan)
+
+    def _compute(self, plan: StepPlan) -> torch.Tensor:
+        """Of a checked plan."""
         with torch.inference_mode():
             batch = self._attention_batch(plan.slices)
             token_ids = torch.tensor([token for item in plan.slices for token in item.token_ids])
@@ -127,8 +142,6 @@ class TorchModelRunner:
     def _attention_batch(self, slices: Sequence[SequenceSlice]) -> AttentionBatch:
         """Flatten checked slices."""
         block_size = self.geometry.block_size
-        for item in slices:
-            require_inside(item, block_size, len(self._kv_pool), self.max_context_tokens, self.vocab_size)
         most_blocks = max(len(item.block_table) for item in slices)
         tables = torch.tensor([item.block_table + (0,) * (most_blocks - len(item.block_table)) for item in slices])
         positions = torch.cat([torch.arange(item.start, item.end) for item in slices])
@@ -144,10 +157,7 @@ class TorchModelRunner:
 
 
 def make_pool(config: ModelConfig, dtype: str, num_blocks: int, block_size: int) -> torch.Tensor:
-    """As `TorchModelRunner.kv_pool`. Zeroed: a masked lane multiplies stale contents by 0, and 0 x NaN is NaN.
-
-    Raises: BadRequest: on `dtype`.
-    """
+    """As `TorchModelRunner.kv_pool`, zero. Raises: BadRequest: on `dtype`."""
     shape = (num_blocks, config.num_layers, 2, config.num_kv_heads, block_size, config.head_dim)
     return torch.zeros(shape, dtype=require_dtype(dtype))
 

@@ -130,6 +130,8 @@ class CpuStepAttention:
         scores = torch.bmm(self._to_rows(tile, queries), keys.transpose(1, 2))
         by_sequence = scores.view(tile.num_sequences, -1, tile.num_rows, tile.context)
         by_sequence[..., tile.first_hidden :].masked_fill_(tile.hidden, float("-inf"))
+        by_sequence = values.view(tile.num_sequences, -1, tile.context, values.shape[-1])
+        by_sequence[:, :, tile.first_hidden :].masked_fill_(tile.hidden[:, :, -1:].transpose(2, 3), 0.0)  # may be NaN
         scores.sub_(scores.amax(dim=-1, keepdim=True)).exp_()
         return self._from_rows(tile, _weighted_mean(scores, values))
 

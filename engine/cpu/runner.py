@@ -18,9 +18,9 @@ from engine.cpu.memory import HugeMemory
 from engine.cpu.packing import pack_adapter, pack_weights, pad_columns
 from engine.dtypes import DTYPES, require_dtype
 from engine.model_config import ModelConfig
-from engine.runner import copy_blocks
+from engine.runner import clear_not_finite, copy_blocks
 from engine.sampler import draw
-from engine.slice_check import require_covered, require_inside
+from engine.slice_check import require_copies, require_covered, require_inside
 from engine.step import Answer, SequenceSlice, StepPlan
 from engine.weights import StoredWeights, load_stored_weights
 
@@ -57,7 +57,6 @@ class CpuModelRunner:
         self.geometry = config.kv_geometry(block_size, DTYPES[dtype].itemsize)
         self.kv_layout = KV_LAYOUTS[dtype]
         self.numeric_class = _numeric_class(library.instruction_set, dtype)
-        # Fresh memory is zero, and must be finite: a masked lane multiplies stale contents by 0, and 0 x NaN is NaN.
         self._kv_pool = HugeMemory(num_blocks * self.geometry.block_bytes).tensor(
             (num_blocks, config.num_layers, 2, config.num_kv_heads, block_size * config.head_dim), DTYPES[dtype]
         )
@@ -109,6 +108,7 @@ class CpuModelRunner:
 
     def run(self, plan: StepPlan) -> list[tuple[Answer, ...]]:
         """See ModelRunner."""
+        require_copies(plan, len(self._kv_pool))
         copy_blocks(self._kv_pool, plan.copies)
         greedy_ids = self._compute(plan.slices).tolist()
         samples = plan.samples
@@ -116,7 +116,9 @@ class CpuModelRunner:
         if all(spec.is_plain_greedy for spec in samples) and -1 not in greedy_ids:
             return plan.by_slice(greedy_ids)
         with torch.inference_mode():
-            return plan.by_slice(draw(self._logits[: len(samples), : self.vocab_size], samples))
+            answers = plan.by_slice(draw(self._logits[: len(samples), : self.vocab_size], samples))
+        clear_not_finite(self._kv_pool, PAGE_TOKENS, plan, answers)
+        return answers
 
     def logits(self, plan: StepPlan) -> torch.Tensor:
         """Compute a step, without its copies; next-token logits for each of its samples, in order.

@@ -34,10 +34,10 @@ from engine.model_config import ModelConfig
 from engine.models.arithmetic import Arithmetic
 from engine.models.decoder import DecoderModel, Gather, alone
 from engine.parallel.shard import WHOLE, Shard
-from engine.runner import copy_blocks
+from engine.runner import clear_not_finite, copy_blocks
 from engine.sampler import draw
-from engine.slice_check import require_inside
-from engine.step import Answer, RowSpec, SequenceSlice, StepPlan
+from engine.slice_check import require_computable
+from engine.step import NOT_FINITE, Answer, RowSpec, SequenceSlice, StepPlan
 from engine.weights import ModelWeights, load_weights
 
 EXACT_VARIABLE: Final = "TANDEM_EXACT"
@@ -129,7 +129,7 @@ class GpuModelRunner:
         part = shard.config(config)
         make_attention = attention_for(device, part, dtype, block_size, exact)
         weights = load_weights(folder, config, torch_dtype, progress, shard)
-        loaded = load_adapters(adapters or {}, config, torch_dtype)
+        loaded = load_adapters(adapters or {}, config, torch_dtype, shard)
         progress("capturing decode graphs")
         from engine.gpu.arithmetic import ExactArithmetic, GpuArithmetic  # Triton need not be there for other engines
 
@@ -160,18 +160,27 @@ class GpuModelRunner:
 
     def run(self, plan: StepPlan) -> list[tuple[Answer, ...]]:
         """See ModelRunner."""
+        self.check(plan)
         with self._device.stream(), torch.inference_mode():
             copy_blocks(self.kv_pool, plan.copies)
-            drawn = _draw(self._compute(plan), plan.samples)
+            answers = plan.by_slice(_draw(self._compute(plan), plan.samples))
+            clear_not_finite(self.kv_pool, self.geometry.block_size, plan, answers)
             self._device.finish()
-        return plan.by_slice(drawn)
+        return answers
 
     def follow(self, plan: StepPlan) -> None:
         """See ShardRunner."""
         with self._device.stream(), torch.inference_mode():
             copy_blocks(self.kv_pool, plan.copies)
-            self._compute(plan)
+            greedy_ids: list[int] = self._compute(plan).greedy_ids.tolist()
+            answers = plan.by_slice(NOT_FINITE if token_id == -1 else token_id for token_id in greedy_ids)
+            clear_not_finite(self.kv_pool, self.geometry.block_size, plan, answers)
             self._device.finish()
+
+    def check(self, plan: StepPlan) -> None:
+        """See LeadingRunner."""
+        block_size, num_blocks = self.geometry.block_size, self._num_blocks
+        require_computable(plan, block_size, num_blocks, self.max_context_tokens, self.vocab_size, self._adapters)
 
     def logits(self, plan: StepPlan) -> torch.Tensor:
         """Compute a step, without its copies; next-token logits for each of its samples, in order.
@@ -179,15 +188,14 @@ class GpuModelRunner:
         Returns: [num_samples, vocab_size], float32, on the host.
         Raises: InvariantBroken: see ModelRunner.run.
         """
+        self.check(plan)
         with self._device.stream(), torch.inference_mode():
             logits = self._compute(plan).logits.cpu()
             self._device.finish()
         return logits
 
     def _compute(self, plan: StepPlan) -> StepOutput:
-        """Queue a step, without its copies; a row for each of its samples, in order, on the device."""
-        for item in plan.slices:
-            require_inside(item, self.geometry.block_size, self._num_blocks, self.max_context_tokens, self.vocab_size)
+        """Queue a checked step, without its copies; a row for each of its samples, in order, on the device."""
         layout = lay_out(plan.slices, self.geometry.block_size, self._num_blocks, self.graph_sizes)
         if layout.bucket is None:
             return self._eager(layout, adapted_rows(plan.slices, self._adapters))

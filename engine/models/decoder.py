@@ -91,8 +91,8 @@ class DecoderModel:
         attention.write_kv(index, self._arithmetic.rotate(keys, *angles).to(kv_dtype), values.to(kv_dtype))
         attended = attention.attend(index, self._arithmetic.rotate(queries, *angles))
         rows = self._pad_rows(self._gather(attended.view(num_tokens, -1).to(kv_dtype)))
-        added = self._gather(self._arithmetic.linear(rows, layer.output))
-        return self._adapt(added, rows, [(where, adapter.output) for where, adapter in adapted])
+        added = self._arithmetic.linear(rows, layer.output)
+        return self._gather(self._adapt(added, rows, [(where, adapter.output) for where, adapter in adapted]))
 
     def _heads(
         self, layer: LayerWeights, residual: torch.Tensor, num_tokens: int, adapted: Adapted
@@ -118,8 +118,8 @@ class DecoderModel:
         gated = arithmetic.linear(rows, layer.gate_up)
         gated = self._adapt(gated, rows, [(where, adapter.gate_up) for where, adapter in adapted])
         rows = self._gather(arithmetic.gate(gated).to(layer.down.dtype))
-        added = self._gather(arithmetic.linear(rows, layer.down))
-        return self._adapt(added, rows, [(where, adapter.down) for where, adapter in adapted])
+        added = arithmetic.linear(rows, layer.down)
+        return self._gather(self._adapt(added, rows, [(where, adapter.down) for where, adapter in adapted]))
 
     def _adapt(
         self, products: torch.Tensor, rows: torch.Tensor, pairs: Sequence[tuple[slice, LowRank | None]]

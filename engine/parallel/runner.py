@@ -26,6 +26,10 @@ SILENCE_TIMEOUT_S: Final = 10.0  # as a router's for a worker (router/config.py)
 class LeadingRunner(ShardRunner, ModelRunner, Protocol):
     """Rank 0's: draws too."""
 
+    def check(self, plan: StepPlan) -> None:
+        """Raise InvariantBroken where the plan would touch what is not there: before other ranks are told of it."""
+        ...
+
     def logits(self, plan: StepPlan) -> torch.Tensor:
         """Of each sample, without drawing, [num_samples, vocab_size]."""
         ...
@@ -82,11 +86,13 @@ class ParallelRunner:
 
     def run(self, plan: StepPlan) -> Sequence[tuple[Answer, ...]]:
         """See ModelRunner. Raises: RankLost."""
+        self._runner.check(plan)
         with self._ranks.step(plan_for_ranks(plan)):
             return self._runner.run(plan)
 
     def logits(self, plan: StepPlan) -> torch.Tensor:
         """See LeadingRunner. Raises: RankLost."""
+        self._runner.check(plan)
         with self._ranks.step(plan_for_ranks(plan)):
             return self._runner.logits(plan)
 

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable
 
 from core.identity import Adapter
-from core.request import FinishReason, GenerateRequest, PromptLogprobs, TokenDelta
+from core.request import FinishReason, GenerateRequest, PromptLogprobs, TokenDelta, TokenLogprobs
 from engine.block_pool import BlockPool
 from engine.runner import ModelRunner
 from engine.scheduler import Scheduler
@@ -28,11 +28,13 @@ class EngineRun:
         self._adapters = adapters
         self._make_matcher = make_matcher
         self._limits = ModelLimits(runner.geometry.block_size, runner.max_context_tokens, (EOS,))
-        self.pool = BlockPool(len(runner.kv_pool))
+        self.pool = BlockPool(len(runner.kv_pools[0]))
         self.num_preemptions = 0
         self.cached_tokens: dict[str, int] = {}
         self._given: dict[str, int] = {}  # how much of each request's output was out before
         self.prompt_logprobs: dict[str, PromptLogprobs] = {}
+        self.logprobs: dict[str, list[TokenLogprobs]] = defaultdict(list)
+        self.failures: dict[str, str] = {}  # and their messages
 
     def generate(
         self, requests: Iterable[GenerateRequest], config: SchedulerConfig, disturb: random.Random | None = None
@@ -82,9 +84,13 @@ class EngineRun:
         if delta.prompt_logprobs is not None:
             assert delta.request_id not in self.prompt_logprobs
             self.prompt_logprobs[delta.request_id] = delta.prompt_logprobs
+        self.logprobs[name] += delta.logprobs
         if delta.usage is not None:
             self.cached_tokens[delta.request_id] = delta.usage.cached_tokens
-        assert delta.finish_reason in (None, FinishReason.STOP, FinishReason.LENGTH)
+        if delta.finish_reason is FinishReason.ERROR:
+            self.failures[name] = delta.message
+        else:
+            assert delta.finish_reason in (None, FinishReason.STOP, FinishReason.LENGTH)
 
 
 def _no_stop_strings(request: GenerateRequest) -> None:

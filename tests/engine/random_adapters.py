@@ -44,6 +44,15 @@ def write_adapter(
     return folder
 
 
+def some_adapters(folder: Path, model_folder: Path) -> dict[str, Path]:
+    """By their names: two of all targets, of other ranks, and one of some."""
+    return {
+        "a": write_adapter(folder / "a", model_folder, rank=3, seed=1),
+        "b": write_adapter(folder / "b", model_folder, rank=17, seed=2),
+        "attention": write_adapter(folder / "attention", model_folder, ("q_proj", "v_proj"), rank=8, seed=3),
+    }
+
+
 def merge(model: torch.nn.Module, adapter: Path, scale: float) -> None:
     """Add scale * B A to the weights of a model of transformers."""
     tensors = load_file(adapter / TENSOR_FILE)

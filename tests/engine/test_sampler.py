@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core.errors import InvariantBroken
-from core.request import SamplingParams
+from core.request import FinishReason, SamplingParams
 from engine.sampler import SORTED_PREFIX, draw, sample, uniform
-from engine.step import DeadEnd, SampleSpec, ScoredToken
+from engine.step import NOT_FINITE, DeadEnd, SampleSpec, ScoredToken, ScoreSpec
 
 CHI_SQUARE_999 = {2: 13.8, 7: 24.3}  # critical values at 0.999 by degrees of freedom; seeds are fixed, so no flakes
 NUM_DRAWS = 8000
@@ -140,10 +140,24 @@ def test_uniform_is_the_same_in_every_version() -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_broken_logits_stop_the_process(bad: float) -> None:
-    sample(torch.tensor([[0.0, 1.0]]), [_spec()])
-    with pytest.raises(InvariantBroken):
-        sample(torch.tensor([[0.0, bad]]), [_spec()])
+def test_logits_that_are_no_numbers_end_their_row_alone(bad: float) -> None:
+    """The others draw what they draw without it, under whatever options."""
+    rows = torch.cat((WIDE, WIDE.roll(5), WIDE.roll(9)))
+    options = (
+        SamplingParams(1.5, seed=3, top_p=0.9),
+        SamplingParams(0.7, seed=8, repetition_penalty=1.3, top_logprobs=2),
+    )
+    specs = [*(SampleSpec(item, 4, (1,), PROMPT, OUTPUT) for item in options), ScoreSpec(0, 7, 3)]
+    alone = draw(rows, specs)
+    broken = rows[0].clone()
+    broken[11] = bad
+    mixed = torch.stack((broken, rows[0], broken, rows[1], rows[2], broken))
+    greedy = _spec()
+    assert draw(mixed, [greedy, specs[0], specs[1], *specs[1:], ScoreSpec(0, 7, 3)]) == [
+        NOT_FINITE, alone[0], NOT_FINITE, *alone[1:], NOT_FINITE,
+    ]  # fmt: skip
+    assert sample(mixed[:1], [greedy]) == [NOT_FINITE]
+    assert NOT_FINITE.reason is FinishReason.ERROR
 
 
 def test_banning_everything_is_a_bug() -> None:
@@ -257,8 +271,7 @@ def test_no_legal_request_breaks_the_draw(data: st.DataObject, penalty: float, m
 
 def test_an_infinity_that_a_penalty_would_hide_is_still_seen() -> None:
     spec = SampleSpec(SamplingParams(0.0, repetition_penalty=2.0), 0, (), (0,))
-    with pytest.raises(InvariantBroken):
-        sample(torch.tensor([[float("inf"), 1.0]]), [spec])
+    assert sample(torch.tensor([[float("inf"), 1.0]]), [spec]) == [NOT_FINITE]
 
 
 def test_only_plain_greedy_is_plain() -> None:

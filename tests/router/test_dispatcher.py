@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from core.errors import BadRequest, Rejected, RejectReason, TransferFailed, WorkerLost
 from core.handoff import HandoffTicket
 from core.identity import KEY_BYTES, Adapter
-from core.membership import GivenWork, Role, WorkerInfo, WorkerLoad, WorkerRef
+from core.membership import GivenWork, Role, WorkerLoad, WorkerRef
 from core.messages import (
     CacheEvents,
     CancelRequest,
@@ -44,6 +44,7 @@ from router.effects import Deliver, Effect, Fail, Planned, Send
 from router.flow import Flow, Output
 from router.policy.choose import PlanReason
 from router.view import ClusterView
+from tests.worker_info import worker_info
 
 IDLE = WorkerLoad()
 
@@ -63,7 +64,7 @@ class Cluster:
     ) -> list[Effect]:
         role = Role.PREFILL if name.startswith("p") else Role.DECODE
         ref = WorkerRef(name, life)
-        info = WorkerInfo(ref, role, f"{name}:1", b"id", 16, 1024, num_blocks, 1024, adapters=adapters)
+        info = worker_info(ref, role, num_blocks=num_blocks, adapters=adapters)
         self.view.register(info, now=0.0)
         self.view.ready(ref)
         self.refs[name] = ref
@@ -186,18 +187,20 @@ def test_a_first_token_that_ends_the_request_recalls_decode() -> None:
     cluster.assert_idle()
 
 
+@pytest.mark.parametrize("reason", [FinishReason.DEAD_END, FinishReason.ERROR])
 @pytest.mark.parametrize("who", ["p1", "d1"])
-def test_a_dead_end_ends_the_request_on_every_worker(who: str) -> None:
-    """It has no token: the prefill worker pushes nothing then, and decode waits for no more."""
+def test_a_dead_end_ends_the_request_on_every_worker(who: str, reason: FinishReason) -> None:
+    """It has no token: the prefill worker pushes nothing then, and decode waits for no more. Nor is it tried again:
+    the next worker would come to the same."""
     cluster = Cluster("p1", "d1")
     cluster.submit()
     cluster.reserved()
     effects = [] if who == "p1" else cluster.say("p1", delta(0, 5))
     assert commands(effects) == []
-    effects = cluster.say(who, delta(0 if who == "p1" else 1, finish=FinishReason.DEAD_END))
-    assert CancelRequest("r#x.1") in commands(effects)
+    effects = cluster.say(who, delta(0 if who == "p1" else 1, finish=reason))
+    assert set(commands(effects)) == {CancelRequest("r#x.1")}
     assert [(effect.delta.finish_reason, effect.last) for effect in effects if isinstance(effect, Deliver)] == [
-        (FinishReason.DEAD_END, True)
+        (reason, True)
     ]
     cluster.assert_idle()
 
@@ -440,7 +443,7 @@ def test_where_workers_have_neither_come_nor_gone_an_adapter_that_nobody_has_is_
     for adapter in (poet, other):
         with pytest.raises(Rejected, match="no_adapter"):
             ask("late", 70.1, adapter)
-    starting = WorkerInfo(WorkerRef("d3", "1"), Role.DECODE, "d3", b"id", 16, 1, 100, 1024, adapters=frozenset({poet}))
+    starting = worker_info(WorkerRef("d3", "1"), adapters=frozenset({poet}))
     cluster.view.register(starting, now=80.0)
     cluster.dispatcher.tick(190.0)
     ask("starting", 200.0)

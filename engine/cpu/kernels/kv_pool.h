@@ -42,11 +42,11 @@ inline void write_value(float* page, int slot, const float* value, int head_dim)
     std::memcpy(page + static_cast<long>(slot) * head_dim, value, head_dim * sizeof(float));
 }
 inline void write_value(Pair* page, int slot, const Pair* value, int head_dim) {
-    const int shift = slot % 2 * 16;
     Pair* units = page + static_cast<long>(slot / 2) * head_dim;
     for (int dim = 0; dim < head_dim; ++dim) {
         const Pair half = value[dim / 2] >> (dim % 2 * 16) & 0xffffu;
-        units[dim] = (units[dim] & ~(0xffffu << shift)) | half << shift;
+        // Tokens come in order. What lies in the place of the next one is stale, and is read with this one, times 0.
+        units[dim] = slot % 2 ? (units[dim] & 0xffffu) | half << 16 : half;
     }
 }
 

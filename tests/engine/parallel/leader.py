@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -21,8 +21,12 @@ NUM_BLOCKS = 64
 STEP_TIMEOUT_S = 3.0
 
 
-def make_shard(folder: Path, shard: Shard, pool: torch.Tensor, gather: Gather) -> TorchModelRunner:
-    return TorchModelRunner.load(folder, "float32", NUM_BLOCKS, shard=shard, pool=pool, gather=gather)
+def make_shard(
+    folder: Path, shard: Shard, pool: torch.Tensor, gather: Gather, adapters: Mapping[str, Path] | None = None
+) -> TorchModelRunner:
+    return TorchModelRunner.load(
+        folder, "float32", NUM_BLOCKS, shard=shard, pool=pool, gather=gather, adapters=adapters
+    )
 
 
 def start_two(

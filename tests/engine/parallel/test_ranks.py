@@ -8,20 +8,22 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from cluster import processes
-from core.errors import RankLost
+from core.errors import InvariantBroken, RankLost
 from engine.models.decoder import Gather
 from engine.parallel.runner import ParallelRunner
 from engine.parallel.shard import Shard
-from engine.step import SequenceSlice, StepPlan
+from engine.step import NOT_FINITE, PROBE, SequenceSlice, StepPlan
 from engine.torch_runner import TorchModelRunner
 from tests.engine.parallel.leader import NUM_BLOCKS, make_shard, start_two
+from tests.engine.random_adapters import write_adapter
 from tests.engine.tiny_model import write_tiny_model
 from tests.engine.token_stream import generate
 
@@ -37,9 +39,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Led:
     """A runner, its rank's process, and what it said of it."""
 
-    def __init__(self, folder: Path, **bounds: float) -> None:
+    def __init__(self, folder: Path, adapters: Mapping[str, Path] | None = None, **bounds: float) -> None:
         self.lost: list[RankLost] = []
-        self.runner: ParallelRunner = start_two(folder, self.lost.append, **bounds)
+        make = partial(make_shard, adapters=adapters)
+        self.runner: ParallelRunner = start_two(folder, self.lost.append, make, **bounds)
         [child] = multiprocessing.active_children()
         assert child.pid is not None
         rank = processes.find(child.pid)
@@ -47,9 +50,16 @@ class Led:
         self.rank = rank
 
 
+@pytest.fixture(scope="module")
+def adapters(folder: Path) -> dict[str, Path]:
+    """What "large" adds is beyond float32."""
+    large = write_adapter(folder.parent / "large", folder, strength=1e30)
+    return {"a": write_adapter(folder.parent / "a", folder), "large": large}
+
+
 @pytest.fixture
-def led(folder: Path) -> Iterator[Led]:
-    led = Led(folder)
+def led(folder: Path, adapters: dict[str, Path]) -> Iterator[Led]:
+    led = Led(folder, adapters)
     yield led
     led.runner.close()
     assert not processes.is_alive(led.rank)
@@ -62,15 +72,25 @@ def until_gone(process: processes.Process, bound_s: float = BOUND_S) -> None:
         time.sleep(0.01)
 
 
-def test_two_processes_say_the_tokens_of_one_and_a_rank_that_hangs_is_lost(led: Led, folder: Path) -> None:
-    one = TorchModelRunner.load(folder, "float32", NUM_BLOCKS)
+def test_two_processes_say_the_tokens_of_one_and_a_rank_that_hangs_is_lost(
+    led: Led, folder: Path, adapters: dict[str, Path]
+) -> None:
+    one = TorchModelRunner.load(folder, "float32", NUM_BLOCKS, adapters=adapters)
     prompts = [[5 + 7 * index % 250 for index in range(length)] for length in (1, 17, 70)]
-    expected = generate(one, prompts, (12, 8, 3), 48)
-    assert generate(led.runner, prompts, (12, 8, 3), 48) == expected
-    copied = StepPlan(PLAN.slices, copies=((3, 7),))
-    assert led.runner.run(copied) == one.run(copied)
+    for mix in (("",), ("a", "", "a")):
+        assert generate(led.runner, prompts, (12, 8, 3), 48, mix) == generate(one, prompts, (12, 8, 3), 48, mix)
+    large = SequenceSlice("large", (5, 6), 16, (4, 5), (PROBE,), adapter_digest="large")
+    disturbed = StepPlan((SequenceSlice("r", (5, 6), 0, (0,), (PROBE,)), large), copies=((3, 7),))
+    answers = led.runner.run(disturbed)
+    assert answers == one.run(disturbed)
+    assert answers[1] == (NOT_FINITE,) != answers[0]
     assert torch.equal(torch.cat(led.runner.kv_pools, dim=3), one.kv_pool)
+    assert not any(pool[5].any() for pool in led.runner.kv_pools)
     assert led.runner.geometry == one.geometry
+    for nowhere in (StepPlan((SequenceSlice("r", (5,), 0, (NUM_BLOCKS,)),)), StepPlan(PLAN.slices, ((0, NUM_BLOCKS),))):
+        with pytest.raises(InvariantBroken, match=f"pool of {NUM_BLOCKS}"):
+            led.runner.run(nowhere)
+    led.runner.run(PLAN)  # no rank was told of them, and so none has ended
     assert led.lost == []
     os.kill(led.rank.pid, signal.SIGSTOP)
     with pytest.raises(RankLost, match="hangs"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,8 +14,6 @@ import torch
 
 from core.errors import BadRequest
 from core.request import SamplingParams
-from engine.dtypes import DTYPES
-from engine.gpu.device import HostDevice
 from engine.gpu.runner import GpuModelRunner
 from engine.model_config import ModelConfig
 from engine.models.decoder import Gather, alone
@@ -23,9 +21,9 @@ from engine.parallel.shard import WHOLE, Shard, plan_for_ranks, require_split
 from engine.step import SampleSpec, ScoreSpec, SequenceSlice, StepPlan
 from engine.torch_runner import TorchModelRunner
 from engine.weights import load_weights
-from tests.engine.gpu.reference_attention import reference_attention
-from tests.engine.gpu.test_gpu_runner import TiledArithmetic
+from tests.engine.gpu.host_runner import load_host_gpu
 from tests.engine.parallel.thread_ranks import ThreadRanks
+from tests.engine.random_adapters import some_adapters
 from tests.engine.random_models import CASES, VOCAB_SIZE, random_model, save
 from tests.engine.token_stream import pooled_sequences, prefill
 
@@ -49,33 +47,24 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return save(random_model(request.param), tmp_path_factory.mktemp("models") / request.param.name)
 
 
-def torch_runner(folder: Path, dtype: str, shard: Shard = WHOLE, gather: Gather = alone) -> TorchModelRunner:
-    return TorchModelRunner.load(folder, dtype, NUM_BLOCKS, shard=shard, gather=gather)
+def torch_runner(
+    folder: Path, dtype: str, shard: Shard = WHOLE, gather: Gather = alone, adapters: Mapping[str, Path] | None = None
+) -> TorchModelRunner:
+    return TorchModelRunner.load(folder, dtype, NUM_BLOCKS, shard=shard, gather=gather, adapters=adapters)
 
 
-def gpu_runner(folder: Path, dtype: str, shard: Shard = WHOLE, gather: Gather = alone) -> GpuModelRunner:
+def gpu_runner(
+    folder: Path, dtype: str, shard: Shard = WHOLE, gather: Gather = alone, adapters: Mapping[str, Path] | None = None
+) -> GpuModelRunner:
     """Its graphs, buckets and layouts, on the host."""
-    config = ModelConfig.load(folder)
-    part = shard.config(config)
-    return GpuModelRunner(
-        part,
-        load_weights(folder, config, DTYPES[dtype], shard=shard),
-        dtype,
-        NUM_BLOCKS,
-        16,
-        HostDevice(),
-        lambda pool: reference_attention(pool, part.num_heads),
-        TiledArithmetic(),
-        max_graph_sequences=4,
-        gather=gather,
-    )
+    return load_host_gpu(folder, dtype, adapters, num_blocks=NUM_BLOCKS, shard=shard, gather=gather)
 
 
-def step_logits(runner: Any) -> list[torch.Tensor]:
+def step_logits(runner: Any, adapters: Sequence[str] = ("",)) -> list[torch.Tensor]:
     """Prompts in chunks, one by one; then decodes of 4, 3 and 1 sequences; then a prefill beside decodes."""
     order = random.Random(5)
     prompts = [[order.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in LENGTHS]
-    sequences = pooled_sequences(runner, prompts, 8, random.Random(1))
+    sequences = pooled_sequences(runner, prompts, 8, random.Random(1), adapters)
     rows = [prefill(runner, sequence, 48) for sequence in sequences]
     for count in (4, 3, 1):
         for sequence in sequences[:count]:
@@ -99,6 +88,23 @@ def test_two_ranks_compute_the_bits_of_one(
         assert torch.equal(got, wanted)
     assert torch.equal(torch.cat([rank.kv_pool for rank in two.runners], dim=head_dimension), one.kv_pool)
     assert len({tuple(row.tolist()) for row in expected}) == len(expected)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("make", [torch_runner, gpu_runner])
+def test_two_ranks_compute_the_bits_of_one_with_adapters(
+    folder: Path, dtype: str, make: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Beside each other and the model alone; their thin inner products are whole on every rank."""
+    adapters = some_adapters(tmp_path, folder)
+    mix = ("a", "", "b", "attention")
+    part = partial(make, folder, dtype, adapters=adapters)
+    one, two = part(), ThreadRanks(2, part)
+    expected = step_logits(one, mix)
+    for got, wanted in zip(step_logits(two, mix), expected, strict=True):
+        assert torch.equal(got, wanted)
+    plain = step_logits(one)
+    assert [torch.equal(*rows) for rows in zip(expected[:4], plain[:4], strict=True)] == [not name for name in mix]
 
 
 def test_a_rank_holds_its_share(folder: Path) -> None:

@@ -236,9 +236,12 @@ async def test_a_failure_is_a_status(
     assert dict(seen.trailing_metadata()).get("grpc-retry-pushback-ms") == pushback_ms
 
 
-async def test_a_worker_that_gives_up_is_unavailable(channel: grpc.aio.Channel, dispatcher: ScriptedDispatcher) -> None:
+async def test_a_worker_that_gives_up_is_no_reason_to_retry(
+    channel: grpc.aio.Channel, dispatcher: ScriptedDispatcher
+) -> None:
     dispatcher.script = says("ab", FinishReason.ERROR)
-    await require_refused(channel, ask(), grpc.StatusCode.UNAVAILABLE)
+    seen = await require_refused(channel, ask(), grpc.StatusCode.INTERNAL)
+    assert "grpc-retry-pushback-ms" not in dict(seen.trailing_metadata())
 
 
 @pytest.mark.parametrize("script", [says_then_hangs(""), floods()], ids=["queued", "flood"])
