@@ -23,7 +23,7 @@ from typing import Any, Final
 
 from cluster import processes
 from cluster.burial import Location
-from cluster.ray_runtime import note_this_actor, this_host, this_hosts_labels
+from cluster.ray_runtime import STOP_TIMEOUT_S, note_this_actor, this_host, this_hosts_labels
 from cluster.worker_config import WorkerConfig
 from core.identity import SCHEMA_REVISION
 from core.membership import Role, WorkerInfo
@@ -139,7 +139,8 @@ class WorkerActor(_HostActor):
         """Drain, close, end: the keeper sees the process gone and starts another."""
         try:
             await self.drain(timeout_s, finish_s)
-            await self.stop()
+            async with asyncio.timeout(STOP_TIMEOUT_S):
+                await self.stop()
         finally:
             os._exit(0)
 

@@ -9,12 +9,13 @@ import grpc
 from tandem.v1 import controller_pb2, controller_pb2_grpc
 
 from cluster.channel import open_channel
-from cluster.controller_service import OUTCOMES
+from cluster.controller_service import MAX_TIMEOUT_S, OUTCOMES
 from cluster.fleet import DrainRefused
 from core.errors import BadRequest, TandemError
 from core.membership import Role
 from kv_transfer.membership_codec import encode_role
 
+ANSWER_TIMEOUT_S: Final = 60.0  # after the drain's own bound: a worker that hangs is found, and its servers are closed
 _REFUSALS: Final = {outcome: reason for reason, outcome in OUTCOMES.items()}
 
 
@@ -35,12 +36,14 @@ async def drain_worker(address: str, worker_id: str, role: str | None, force: bo
 
     Raises: DrainRefused: the worker is not drained, or does not serve as `role`. BadRequest. ControllerUnreachable.
     """
+    drain_s = timeout_s if 0.0 < timeout_s < MAX_TIMEOUT_S else MAX_TIMEOUT_S  # 0: the cluster's; others it refuses
     request = controller_pb2.DrainWorkerRequest(worker_id=worker_id, force=force, timeout_s=timeout_s)
     if role is not None:
         request.role = encode_role(Role(role))
     async with open_channel(address) as channel:
         try:
-            answer = await controller_pb2_grpc.ControllerServiceStub(channel).DrainWorker(request)
+            stub = controller_pb2_grpc.ControllerServiceStub(channel)
+            answer = await stub.DrainWorker(request, timeout=drain_s + ANSWER_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
                 field, _, message = (error.details() or "").partition(": ")

@@ -13,12 +13,17 @@ def read_state(
     engine: Engine,
     transfer: Transfer,
     index: PrefixIndex,
-    open_requests: int,
+    num_unscheduled: int,
     orphaned_blocks: int,
     price_per_hour: float,
     energy: GpuEnergy | None,
 ) -> WorkerState:
-    """Plain numbers, as they are now; called in the scraping thread. price_per_hour: 0 is not known."""
+    """Plain numbers, as they are now; called in the scraping thread.
+
+    Args:
+        num_unscheduled: requests that the scheduler does not hold.
+        price_per_hour: 0 is not known.
+    """
     load, pushes = engine.scheduler.load(), transfer.transport.stats()
     return WorkerState(
         free_blocks=load.free_blocks,
@@ -26,7 +31,7 @@ def read_state(
         quarantined_blocks=load.quarantined_blocks,
         running_requests=load.running_requests,
         waiting_requests=load.waiting_requests,
-        open_requests=open_requests,
+        open_requests=load.running_requests + load.waiting_requests + num_unscheduled,
         orphaned_blocks=orphaned_blocks,
         open_handoffs=len(transfer.handoffs),
         preemptions=engine.scheduler.num_preemptions,

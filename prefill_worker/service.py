@@ -54,7 +54,7 @@ class PrefillService:
         self._clock = clock
 
     def __len__(self) -> int:
-        """Requests that are not done."""
+        """Requests that the scheduler does not hold yet."""
         return len(self._session)
 
     def unbegun(self) -> list[str]:

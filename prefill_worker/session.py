@@ -74,7 +74,8 @@ class PrefillSession:
         self._request_of: dict[str, str] = {}  # handoff id and, while fetching, fetch id -> request id
 
     def __len__(self) -> int:
-        return len(self._prefills)
+        """Requests whose prefix is looked for; queued ones are the scheduler's, computed ones hand-offs."""
+        return sum(not prefill.queued for prefill in self._prefills.values())
 
     def unbegun(self) -> list[str]:
         """Requests of which nothing is computed: a prefix is looked for, or the scheduler has others to do first."""

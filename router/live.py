@@ -209,8 +209,8 @@ class LiveDispatcher:
                     await self._idle.wait()
         for output in self._outputs.values():
             output.put(Rejected(RejectReason.DRAINING, "this router is shutting down"))
-        for link in list(self._links.values()):
-            await link.close()  # and stays: a slow client's request may still be cancelled over it
+        # They stay in `_links`: a slow client's request may still be cancelled over one.
+        await asyncio.gather(*(link.close() for link in self._links.values()))
         await self._limiter.close()
 
     def _make_limiter(self) -> Limiter:

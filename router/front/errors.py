@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, assert_never
 
 import grpc
@@ -47,8 +47,8 @@ class EdgeError:
     http_status: int
     grpc_status: grpc.StatusCode
     kind: str
-    code: str | None
-    message: str
+    code: str | None = None
+    message: str = ""
     field: str | None = None
     retry_after_s: float | None = None
 
@@ -83,49 +83,44 @@ class EdgeError:
         return (*rpc_status.to_status(status).trailing_metadata, ("grpc-retry-pushback-ms", str(retry_ms)))
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
-    http_status: int
-    grpc_status: grpc.StatusCode
-    kind: str
-    code: str | None
+_BAD_REQUEST: Final = EdgeError(400, grpc.StatusCode.INVALID_ARGUMENT, "invalid_request_error")
+_UNAUTHENTICATED: Final = EdgeError(401, grpc.StatusCode.UNAUTHENTICATED, "authentication_error", "invalid_api_key")
+_TOO_MUCH: Final = EdgeError(429, grpc.StatusCode.RESOURCE_EXHAUSTED, "rate_limit_error")
+_INTERNAL: Final = EdgeError(500, grpc.StatusCode.INTERNAL, "server_error", "internal_error", "internal error")
+_UNAVAILABLE: Final = EdgeError(503, grpc.StatusCode.UNAVAILABLE, "service_unavailable_error")
 
-
-_UNAVAILABLE: Final = grpc.StatusCode.UNAVAILABLE
-_EXHAUSTED: Final = grpc.StatusCode.RESOURCE_EXHAUSTED
-
-_FAILED: Final[Mapping[type[TandemError], _Row]] = {
-    WorkerLost: _Row(503, _UNAVAILABLE, "service_unavailable_error", "worker_lost"),
-    TransferFailed: _Row(503, _UNAVAILABLE, "service_unavailable_error", "transfer_failed"),
-    GenerationFailed: _Row(500, grpc.StatusCode.INTERNAL, "server_error", "generation_failed"),  # would fail again
-    InvariantBroken: _Row(500, grpc.StatusCode.INTERNAL, "server_error", "internal_error"),
+_CODES_OF_LOSS: Final[Mapping[type[TandemError], str]] = {
+    WorkerLost: "worker_lost",
+    TransferFailed: "transfer_failed",
 }
-_BAD_REQUEST: Final = _Row(400, grpc.StatusCode.INVALID_ARGUMENT, "invalid_request_error", None)
-_UNAUTHENTICATED: Final = _Row(401, grpc.StatusCode.UNAUTHENTICATED, "authentication_error", "invalid_api_key")
-_INTERNAL: Final = _FAILED[InvariantBroken]
 
 
 def edge_error(error: Exception) -> EdgeError:
     """What the caller sees of `error`. An error outside the tree is ours: its text stays in the log."""
     match error:
         case BadRequest():
-            return _seen(_BAD_REQUEST, str(error), code=error.code, field=error.field)
+            return replace(_BAD_REQUEST, code=error.code, message=str(error), field=error.field)
         case Rejected():
-            return _seen(_rejected(error.reason), str(error), retry_after_s=error.retry_after_s)
+            row = _rejected(error.reason)
+            return replace(row, code=error.reason, message=str(error), retry_after_s=error.retry_after_s)
         case Unauthenticated():
-            return _seen(_UNAUTHENTICATED, str(error))
-        case TandemError() if type(error) in _FAILED:
-            row = _FAILED[type(error)]
-            return _seen(row, str(error), retry_after_s=RETRY_AFTER_LOSS_S if row.http_status == 503 else None)
+            return replace(_UNAUTHENTICATED, message=str(error))
+        case TandemError() if type(error) in _CODES_OF_LOSS:
+            code = _CODES_OF_LOSS[type(error)]
+            return replace(_UNAVAILABLE, code=code, message=str(error), retry_after_s=RETRY_AFTER_LOSS_S)
+        case GenerationFailed():  # so would the next attempt
+            return replace(_INTERNAL, code="generation_failed", message=str(error))
+        case InvariantBroken():
+            return replace(_INTERNAL, message=str(error))
         case _:
-            return _seen(_INTERNAL, "internal error")
+            return _INTERNAL
 
 
-def _rejected(reason: RejectReason) -> _Row:
+def _rejected(reason: RejectReason) -> EdgeError:
     """429 is "you, or all of you, send too much"; 503 is "we are not able to now"."""
     match reason:
         case RejectReason.NO_WORKER | RejectReason.NO_ADAPTER | RejectReason.TIMEOUT | RejectReason.DRAINING:
-            return _Row(503, _UNAVAILABLE, "service_unavailable_error", reason)
+            return _UNAVAILABLE
         case (
             RejectReason.QUEUE_FULL
             | RejectReason.QUEUE_TIMEOUT
@@ -134,7 +129,7 @@ def _rejected(reason: RejectReason) -> _Row:
             | RejectReason.TENANT_CONCURRENCY
             | RejectReason.TENANT_TOKENS
         ):
-            return _Row(429, _EXHAUSTED, "rate_limit_error", reason)
+            return _TOO_MUCH
         case _:
             assert_never(reason)
 
@@ -143,17 +138,3 @@ def renamed(error: BadRequest, names: Mapping[str, str]) -> BadRequest:
     """`error` with the head of its field's path spelled as the caller of this front spelled it."""
     head, dot, rest = error.field.partition(".")
     return BadRequest(names.get(head, head) + dot + rest, error.message, error.code)
-
-
-def _seen(
-    row: _Row, message: str, code: str | None = None, field: str | None = None, retry_after_s: float | None = None
-) -> EdgeError:
-    return EdgeError(
-        http_status=row.http_status,
-        grpc_status=row.grpc_status,
-        kind=row.kind,
-        code=code or row.code,
-        message=message,
-        field=field,
-        retry_after_s=retry_after_s,
-    )

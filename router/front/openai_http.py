@@ -18,7 +18,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-from core.errors import BadRequest, TandemError
+from core.errors import BadRequest
 from core.request import GenerateRequest, PromptLogprobs
 from router.front.caller import AUTHORIZATION, SLO_TTFT, TRACEPARENT, Caller, only
 from router.front.errors import EdgeError, edge_error, renamed
@@ -212,13 +212,11 @@ def _answer_errors_as_json(front: Front) -> Middleware:
             response = await handler(request)
         except web.HTTPException as error:
             response = _error_response(error.status, f"{request.method} {request.path}: {error.reason}", None, None)
-        except TandemError as error:
-            seen = _seen(error)
-            response = web.json_response(seen.openai_body(), status=seen.http_status, headers=seen.http_headers)
         except ConnectionError:
             raise
         except Exception as error:
-            response = web.json_response(_seen(error).openai_body(), status=500)
+            seen = _seen(error)
+            response = web.json_response(seen.openai_body(), status=seen.http_status, headers=seen.http_headers)
         if not response.prepared:
             response.headers[REQUEST_ID_HEADER] = request[REQUEST_ID]
         return response

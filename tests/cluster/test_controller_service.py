@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
+from cluster import controller_client
 from cluster.config import ClusterConfig
 from cluster.controller_client import ControllerUnreachable, Drained, drain_worker
 from cluster.controller_service import OUTCOMES, serve_controller
@@ -22,9 +24,12 @@ class Controller:
     def __init__(self) -> None:
         self.answer: bool | Exception = True
         self.asked: list[tuple[Any, ...]] = []
+        self.hangs = False
 
     async def drain(self, worker_id: str, to: Role | None, *, force: bool, timeout_s: float) -> bool:
         self.asked.append((worker_id, to, force, timeout_s))
+        if self.hangs:
+            await asyncio.Event().wait()
         if isinstance(self.answer, Exception):
             raise self.answer
         return self.answer
@@ -49,6 +54,17 @@ async def test_a_switch_and_a_drain_are_asked_for_and_answered(served: tuple[Con
     controller.answer = False
     unchanged = await drain_worker(address, "decode-1", "decode", force=False, timeout_s=0.0)
     assert isinstance(unchanged, Drained) and not unchanged.changed
+
+
+async def test_a_controller_that_never_answers_is_not_waited_for(
+    served: tuple[Controller, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(controller_client, "ANSWER_TIMEOUT_S", 0.1)
+    controller, address = served
+    assert (await drain_worker(address, "decode-1", None, force=False, timeout_s=0.1)).changed
+    controller.hangs = True
+    with pytest.raises(ControllerUnreachable, match="DEADLINE_EXCEEDED"):
+        await drain_worker(address, "decode-1", None, force=False, timeout_s=0.1)
 
 
 @pytest.mark.parametrize("reason", RefusalReason)
