@@ -184,7 +184,7 @@ class Fleet:
         others = (it for it in self._places.values() if it is not place and it.life is Life.READY)
         leaves = place.role is Role.DECODE and place.life is Life.READY and to is not Role.DECODE
         if leaves and not force and not any(it.role is Role.DECODE for it in others):
-            message = f"{worker_id} is the last decode worker that is ready: without it nothing is served (--force)"
+            message = f"{worker_id} is the last decode worker that is ready: without it nothing is served"
             raise DrainRefused(RefusalReason.LAST_DECODE_WORKER, message)
         if place.life is Life.READY:
             place.life = next_life(worker_id, place.life, Life.DRAINING)

@@ -40,6 +40,7 @@ from core.errors import TandemError
 from router.config import RouterConfig
 
 RAY_START_TIMEOUT_S: Final = 60.0
+REDIS_TIMEOUT_S: Final = 2.0
 CONNECT_TIMEOUT_S: Final = 30.0
 EXIT_TIMEOUT_S: Final = 5.0
 POLL_S: Final = 0.05
@@ -128,6 +129,13 @@ class Launcher:
         if self._config.redis_url is None:
             self._valkey = await EmbeddedValkey.start(self._logs / "valkey.log")
             self._config = replace(self._config, redis_url=self._valkey.url)
+            return
+        # Imported here: slow (redis), and needed for a Redis that was given alone.
+        from kv_transfer.bounded_redis import redis_lack
+
+        if lack := await redis_lack(self._config.redis_url, REDIS_TIMEOUT_S):
+            alone = "until it does, prefixes are not shared, and each router holds limits alone"
+            self._progress.say(f"redis_url: no Redis answers ({lack}): {alone}")
 
     async def _connected(self, router: str) -> None:
         """Wait until a router sees every worker and every pair."""
@@ -174,7 +182,7 @@ class Launcher:
             case StartFailed(ref, reason):
                 self._progress.say(f"{ref.worker_id} did not start ({reason}), trying again")
             case WorkerDied(ref, reason):
-                self._progress.say(f"{ref.worker_id} is gone ({reason})")
+                self._progress.say(f"{ref.worker_id} is gone ({reason}); its log is {self._log(ref.worker_id)}")
         if self._controller.all_ready:
             self._started.set()
 

@@ -6,9 +6,10 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from typing import Final
+from importlib.metadata import version
+from typing import Any, Final
 
-from cluster.commands import chat, controller, drain, drill, leave, model, router, status, up
+from cluster.commands import chat, controller, drain, drill, flags, leave, model, router, status, up
 from core.errors import BadRequest, TandemError
 
 EXIT_FAILED: Final = 1
@@ -23,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return int(parsed.run(parsed))
     except BadRequest as error:
-        print(f"tandem: {error}", file=sys.stderr)
+        print(f"tandem: {flags.source_of(error.field, parsed)}: {error.message}", file=sys.stderr)
         return EXIT_USAGE
     except TandemError as error:
         print(f"tandem: {error}", file=sys.stderr)
@@ -36,10 +37,21 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="tandem", description="Serve a language model with prefill and decode on separate workers."
     )
+    parser.add_argument(
+        "--version", action=_Version, nargs=0, default=argparse.SUPPRESS, help="print the version and end"
+    )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for command in (up, router, controller, chat, status, drain, leave, drill, model):
         command.add_parser(commands)
     return parser
+
+
+class _Version(argparse.Action):
+    """Not argparse's own, which would look the version up for each command."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        print(f"tandem {version('tandem')}")
+        parser.exit()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What is checked before anything is started: each refusal names the flag that helps."""
+"""What is checked before anything is started: each refusal names the setting."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def resolve_ports(config: ClusterConfig) -> ClusterConfig:
 
     Raises: BadRequest: a port cannot be listened on.
     """
-    controller_port = _usable_port("--controller-port", config.controller_host, config.controller_port)
+    controller_port = _usable_port("controller_port", config.controller_host, config.controller_port)
     return resolve_router_ports(replace(config, controller_port=controller_port))
 
 
@@ -38,9 +38,9 @@ def resolve_router_ports(config: ClusterConfig) -> ClusterConfig:
 
 
 def _resolve(config: ClusterConfig) -> ClusterConfig:
-    http_port = _usable_port("--http-port", config.http_host, config.http_port)
-    grpc_port = _usable_port("--grpc-port", config.grpc_host, config.grpc_port)
-    registry_port = _usable_port("--registry-port", config.registry_host, config.registry_port)
+    http_port = _usable_port("http_port", config.http_host, config.http_port)
+    grpc_port = _usable_port("grpc_port", config.grpc_host, config.grpc_port)
+    registry_port = _usable_port("registry_port", config.registry_host, config.registry_port)
     resolved = replace(config, http_port=http_port, grpc_port=grpc_port, registry_port=registry_port)
     for index in range(1, config.num_routers):
         _resolve(resolved.of_router(index))
@@ -51,11 +51,11 @@ def require_model(folder: Path) -> None:
     """Raises: BadRequest: `folder` is not a model in Hugging Face form."""
     if not folder.exists():
         raise BadRequest(
-            "--model", f"{folder} does not exist: a folder or a GGUF file here is needed, nothing is downloaded"
+            "model_folder", f"{folder} does not exist: a folder or a GGUF file here is needed, nothing is downloaded"
         )
     for name in ("config.json", "tokenizer.json"):
         if not (folder / name).is_file():
-            raise BadRequest("--model", f"{folder} is no model folder: it has no {name}")
+            raise BadRequest("model_folder", f"{folder} is no model folder: it has no {name}")
 
 
 def require_adapters(folders: Mapping[str, Path]) -> None:
@@ -65,19 +65,23 @@ def require_adapters(folders: Mapping[str, Path]) -> None:
             AdapterConfig.load(folder)
             adapter_digest(folder)
     except BadModel as error:
-        raise BadRequest("--adapter", str(error)) from error
+        raise BadRequest("adapters", str(error)) from error
 
 
 def require_policy(file: Path | None) -> None:
-    """Raises: BadRequest: what is wrong in it, by its path."""
+    """Raises: BadRequest: what is wrong in it, by the file and its path there."""
     if file is not None:
-        read_policy(file)
+        try:
+            read_policy(file)
+        except BadRequest as error:
+            raise BadRequest("policy_file", f"{file}: {error}") from error
 
 
-def _usable_port(flag: str, host: str, port: int) -> int:
+def _usable_port(field: str, host: str, port: int) -> int:
     try:
         listen_once(host, port)
         return port or free_ports(1, host)[0]
     except OSError as error:
         what = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be listened on ({error.strerror or error})"
-        raise BadRequest(flag, f"port {port} on {host} {what}: choose another one with {flag}") from None
+        flag = f"--{field.replace('_', '-')}"
+        raise BadRequest(field, f"port {port} on {host} {what}: choose another one with {flag}") from None

@@ -265,8 +265,21 @@ async def _result(call: Callable[[], Any], timeout_s: float | None) -> Any:
         async with asyncio.timeout(timeout_s):
             return await asyncio.wrap_future(call().future())
     except RayActorError as error:
-        raise ActorFailed(str(error).partition("\n")[0]) from None
+        raise ActorFailed(_end_of(error)) from None
     except RayTaskError as error:
         raise ActorFailed(str(error.cause)) from None
     except RayError as error:
         raise ActorFailed(f"{type(error).__name__}: {error}") from None
+
+
+def _end_of(error: Any) -> str:
+    """What became of an actor, in a line: Ray says it in a paragraph, and whatever it was, that it may have been this
+    or that. error: a RayActorError."""
+    from ray.exceptions import ActorDiedError
+
+    lines = str(error).strip().splitlines()
+    if error.actor_init_failed:
+        return lines[-1]  # of a traceback
+    if any("its node has died" in line for line in lines):
+        return "its host was lost"
+    return "its process ended" if isinstance(error, ActorDiedError) else lines[0]

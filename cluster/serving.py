@@ -80,6 +80,7 @@ async def _addresses(config: ClusterConfig) -> str:
         *(f"  another router: {other.http_url}, gRPC {other.grpc_address}" for other in others),
         f"  metrics: router {config.http_url}/metrics",
         *(f"           {line}" for line in sorted(metrics)),
+        "           a worker that is started anew listens elsewhere: `tandem status`",
         f"  in another terminal: {tandem} chat --url {config.http_url}",
         f"                       {tandem} status --registry {','.join(config.registry_addresses)}",
         f"                       {tandem} drain decode-0 --controller {config.controller_address}",

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import types
 import typing
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Collection, Mapping
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,6 +18,8 @@ from core.errors import BadRequest
 from router.once_loader import OnceLoader
 
 VARIABLE_PREFIX: Final = "TANDEM_"
+# Variables that are no settings: who reads each stands in README.md.
+OTHER_VARIABLES: Final = {"TANDEM_API_KEY", "TANDEM_ATTENTION", "TANDEM_CACHE", "TANDEM_ENGINE", "TANDEM_EXACT"}
 # The others: bytes that are no text, a date or number that is none, brackets without end.
 NOT_YAML: Final = (yaml.YAMLError, ValueError, RecursionError)
 
@@ -27,7 +30,8 @@ def load_cluster_config(file: Path | None, overrides: Mapping[str, Any], default
 
     Raises: BadRequest: an unknown key, a wrong type or a value out of range, by its name.
     """
-    values = {"model_folder": default_model, **(_read_yaml(file) if file else {}), **_environment(), **overrides}
+    from_file = read_settings_file(file) if file else {}
+    values = {"model_folder": default_model, **from_file, **_environment(), **overrides}
     if values.get("aggregated") and values.get("num_prefill"):
         raise BadRequest("num_prefill", "an aggregated cluster has no prefill workers: leave it out")
     for name in ("model_folder", "policy_file"):
@@ -38,11 +42,30 @@ def load_cluster_config(file: Path | None, overrides: Mapping[str, Any], default
     hints = typing.get_type_hints(ClusterConfig)
     for name, value in values.items():
         if name not in hints:
-            raise BadRequest(name, f"is not a setting; the settings are {', '.join(hints)}")
+            meant = nearest(name, hints)
+            raise BadRequest(name, f"is not a setting; {meant} is one" if meant else f"is none of {', '.join(hints)}")
         values[name] = _typed(name, value, hints[name])
     config = ClusterConfig(**values)
     policy_file = config.policy_file and _absolute("policy_file", config.policy_file)
     return replace(config, model_folder=_absolute("model_folder", config.model_folder), policy_file=policy_file)
+
+
+def variable(field: str) -> str:
+    """The environment variable of a setting."""
+    return VARIABLE_PREFIX + field.upper()
+
+
+def unknown_variables(environment: Mapping[str, str]) -> list[str]:
+    """Names that begin as ours do and that nothing reads, each with the one that may have been meant."""
+    known = {variable(item.name) for item in fields(ClusterConfig)} | OTHER_VARIABLES
+    names = sorted(name for name, text in environment.items() if text and name.startswith(VARIABLE_PREFIX))
+    meant = {name: nearest(name, known) for name in names if name not in known}
+    return [f"{name} ({right}?)" if right else name for name, right in meant.items()]
+
+
+def nearest(name: str, known: Collection[str]) -> str:
+    """The known name that a misspelt one looks like; empty when none does."""
+    return next(iter(difflib.get_close_matches(name, known, 1, cutoff=0.8)), "")
 
 
 def _adapter_folder(folder: object) -> Path:
@@ -62,7 +85,7 @@ def _environment() -> dict[str, Any]:
     """TANDEM_<FIELD> of each field that is set; a number or a truth value is read as YAML reads it."""
     values: dict[str, Any] = {}
     for name, hint in typing.get_type_hints(ClusterConfig).items():
-        text = os.environ.get(VARIABLE_PREFIX + name.upper())
+        text = os.environ.get(variable(name))
         if text:
             values[name] = text if {str, Path}.intersection(_kinds(hint)) else _read_scalar(text)
     return values
@@ -75,11 +98,12 @@ def _read_scalar(text: str) -> object:
         return text  # of no other type either: refused by its name
 
 
-def _read_yaml(file: Path) -> dict[str, Any]:
+def read_settings_file(file: Path) -> dict[str, Any]:
+    """What stands in it, unchecked. Raises: BadRequest: on `config`: it is no mapping in YAML."""
     try:
         values = yaml.load(file.read_text(), OnceLoader)
     except (OSError, *NOT_YAML) as error:
-        raise BadRequest("config", f"cannot be read: {error}") from error
+        raise BadRequest("config", f"{file} cannot be read: {error}") from error
     if values is None:
         return {}
     if not isinstance(values, dict):

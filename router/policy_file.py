@@ -99,13 +99,13 @@ def _contents(file: Path) -> str:
     try:
         with open(file, "rb", opener=_open_at_once) as handle:
             if not stat.S_ISREG(os.fstat(handle.fileno()).st_mode):  # what is read once only cannot be compared
-                raise BadRequest(POLICY, f"{file} is no regular file")
+                raise BadRequest(POLICY, "is no regular file")
             raw = handle.read(MAX_FILE_BYTES + 1)
         if len(raw) > MAX_FILE_BYTES:
-            raise BadRequest(POLICY, f"{file} is longer than {MAX_FILE_BYTES} bytes")
+            raise BadRequest(POLICY, f"is longer than {MAX_FILE_BYTES} bytes")
         return raw.decode()
     except (OSError, UnicodeDecodeError) as error:
-        raise BadRequest(POLICY, f"{file} cannot be read: {error}") from error
+        raise BadRequest(POLICY, f"cannot be read: {error}") from error
 
 
 def _open_at_once(file: str, flags: int) -> int:

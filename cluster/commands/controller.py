@@ -26,7 +26,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     flags.add_controller(parser)
     parser.add_argument("--ray-address", metavar="HOST:PORT", help="the Ray to join")
     parser.add_argument("--router-host", metavar="HOST", help="where workers reach the registry")
-    flags.add_flag(parser, "--registry-port", "registry_port", "its port", type=int, metavar="PORT")
+    flags.add_flag(parser, "registry_port", "its port", type=int, metavar="PORT")
     parser.set_defaults(run=run)
 
 

@@ -32,6 +32,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--force", action="store_true", help="do it even when no other decode worker is ready")
     parser.add_argument(
         "--timeout",
+        dest="timeout_s",
         type=float,
         default=0.0,
         metavar="SECONDS",
@@ -45,9 +46,15 @@ def run(arguments: argparse.Namespace) -> int:
     """Ask, wait, print."""
     # Imported here: the other commands start sooner without gRPC.
     from cluster.controller_client import drain_worker
+    from cluster.fleet import DrainRefused, RefusalReason
 
     worker, role = arguments.worker, arguments.role
-    answer = asyncio.run(drain_worker(arguments.controller, worker, role, arguments.force, arguments.timeout))
+    try:
+        answer = asyncio.run(drain_worker(arguments.controller, worker, role, arguments.force, arguments.timeout_s))
+    except DrainRefused as refused:
+        if refused.reason is RefusalReason.LAST_DECODE_WORKER:
+            raise DrainRefused(refused.reason, f"{refused} (--force does it all the same)") from None
+        raise
     done = f"serves as {role}" if role else "is drained"
     print(f"{worker} {done} after {answer.duration_s:.2f} s" if answer.changed else f"{worker} {done} already")
     return 0

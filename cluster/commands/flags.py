@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Final
 
 from cluster.config import ClusterConfig
 from cluster.folders import DEFAULT_MODEL, default_model_folder
-from cluster.settings import load_cluster_config
+from cluster.settings import load_cluster_config, read_settings_file, unknown_variables, variable
 from cluster.worker_config import DTYPES
 from core.errors import BadRequest
 
@@ -18,10 +21,40 @@ from core.errors import BadRequest
 UNSET: Final = argparse.SUPPRESS
 
 _DEFAULTS: Final = {item.name: item.default for item in fields(ClusterConfig)}
+# The flags of fields, where they are not the field's name with dashes.
+_OTHER_NAMES: Final = {
+    "model_folder": "--model",
+    "adapters": "--adapter",
+    "policy_file": "--policy",
+    "num_prefill": "--prefill",
+    "num_decode": "--decode",
+    "num_routers": "--routers",
+    "timeout_s": "--timeout",  # of `role` and `drain`: no field
+}
+
+
+def flag_of(field: str) -> str:
+    return _OTHER_NAMES.get(field, f"--{field.replace('_', '-')}")
+
+
+def source_of(field: str, arguments: argparse.Namespace) -> str:
+    """Where the value of a field came from, as its user calls it: a flag, a variable, a key of the file. A field that
+    was given nowhere, and what is none, keeps its name."""
+    file: Path | None = getattr(arguments, "config", None)
+    if field in vars(arguments):
+        return flag_of(field)
+    if os.environ.get(variable(field)):
+        return variable(field)
+    with suppress(BadRequest):
+        if file is not None and field in read_settings_file(file):
+            return f"{field} in {file}"
+    return field
 
 
 def read_settings(arguments: argparse.Namespace) -> ClusterConfig:
     """Defaults, file, environment, flags. Raises: BadRequest: what is wrong, by its name."""
+    if unknown := unknown_variables(os.environ):
+        print(f"tandem: in the environment, but no settings, and ignored: {', '.join(unknown)}", file=sys.stderr)
     overrides = {name: value for name, value in vars(arguments).items() if name in _DEFAULTS}
     if "adapters" in overrides:
         overrides["adapters"] = _by_name(overrides["adapters"])
@@ -65,14 +98,12 @@ def _by_name(adapters: Sequence[str]) -> dict[str, str]:
 
 def add_addresses(parser: argparse.ArgumentParser) -> None:
     """Where the router listens."""
-    add_flag(parser, "--http-host", "http_host", "where the HTTP front listens", metavar="HOST")
-    add_flag(parser, "--http-port", "http_port", "its port; 0: any free one", type=int, metavar="PORT")
-    add_flag(parser, "--grpc-host", "grpc_host", "where the gRPC front listens", metavar="HOST")
-    add_flag(parser, "--grpc-port", "grpc_port", "its port; 0: any free one", type=int, metavar="PORT")
-    add_flag(
-        parser, "--registry-host", "registry_host", "where workers and `tandem status` find the router", metavar="HOST"
-    )
-    add_flag(parser, "--registry-port", "registry_port", "its port; 0: any free one", type=int, metavar="PORT")
+    add_flag(parser, "http_host", "where the HTTP front listens", metavar="HOST")
+    add_flag(parser, "http_port", "its port; 0: any free one", type=int, metavar="PORT")
+    add_flag(parser, "grpc_host", "where the gRPC front listens", metavar="HOST")
+    add_flag(parser, "grpc_port", "its port; 0: any free one", type=int, metavar="PORT")
+    add_flag(parser, "registry_host", "where workers and `tandem status` find the router", metavar="HOST")
+    add_flag(parser, "registry_port", "its port; 0: any free one", type=int, metavar="PORT")
 
 
 def add_policy(parser: argparse.ArgumentParser) -> None:
@@ -83,27 +114,25 @@ def add_policy(parser: argparse.ArgumentParser) -> None:
 
 def add_controller(parser: argparse.ArgumentParser) -> None:
     """Where the controller listens."""
-    add_flag(parser, "--controller-host", "controller_host", "where `tandem role` finds the controller", metavar="HOST")
-    add_flag(parser, "--controller-port", "controller_port", "its port; 0: any free one", type=int, metavar="PORT")
+    add_flag(parser, "controller_host", "where `tandem role` finds the controller", metavar="HOST")
+    add_flag(parser, "controller_port", "its port; 0: any free one", type=int, metavar="PORT")
 
 
 def add_workers(parser: argparse.ArgumentParser) -> None:
     """How many workers, and what each is like."""
-    add_flag(parser, "--prefill", "num_prefill", "prefill workers", type=int, metavar="N")
-    add_flag(parser, "--decode", "num_decode", "decode workers", type=int, metavar="M")
-    add_flag(
-        parser, "--aggregated", "aggregated", "no prefill workers: decode workers prefill too", action="store_true"
-    )
-    add_flag(parser, "--dtype", "dtype", "of KV and of what is multiplied", choices=DTYPES)
-    add_flag(parser, "--num-blocks", "num_blocks", "KV blocks of each worker", type=int, metavar="N")
-    add_flag(parser, "--block-size", "block_size", "tokens of a block", type=int, metavar="N")
-    add_flag(parser, "--token-budget", "token_budget", "most tokens of one engine step", type=int, metavar="N")
+    add_flag(parser, "num_prefill", "prefill workers", type=int, metavar="N")
+    add_flag(parser, "num_decode", "decode workers", type=int, metavar="M")
+    add_flag(parser, "aggregated", "no prefill workers: decode workers prefill too", action="store_true")
+    add_flag(parser, "dtype", "of KV and of what is multiplied", choices=DTYPES)
+    add_flag(parser, "num_blocks", "KV blocks of each worker", type=int, metavar="N")
+    add_flag(parser, "block_size", "tokens of a block", type=int, metavar="N")
+    add_flag(parser, "token_budget", "most tokens of one engine step", type=int, metavar="N")
 
 
-def add_flag(parser: argparse.ArgumentParser, name: str, field: str, text: str, **options: Any) -> None:
+def add_flag(parser: argparse.ArgumentParser, field: str, text: str, **options: Any) -> None:
     """One flag for one field, with the field's default in its help."""
     default = "" if "action" in options else f" (default: {_DEFAULTS[field]})"
-    parser.add_argument(name, dest=field, help=text + default, **options)
+    parser.add_argument(flag_of(field), dest=field, help=text + default, **options)
 
 
 def add_registry(parser: argparse.ArgumentParser) -> None:

@@ -9,7 +9,9 @@ from typing import Any, Final
 
 from cluster.commands import flags
 
-COLUMNS: Final = ("WORKER", "ROLE", "LIFE", "ADDRESS", "RUNNING", "WAITING", "USED", "FREE", "QUARANTINED", "PEERS")
+COLUMNS: Final = (
+    "WORKER", "ROLE", "LIFE", "ADDRESS", "METRICS", "RUNNING", "WAITING", "USED", "FREE", "QUARANTINED", "PEERS"
+)  # fmt: skip
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -72,4 +74,5 @@ def _row(item: Any) -> tuple[str, ...]:
     peers = ", ".join(f"{peer.peer.worker_id} ({peer.lane}, {peer.probe_gbps:.1f} GB/s)" for peer in item.peers)
     counts = (load.running_requests, load.waiting_requests, load.used_blocks, load.free_blocks, load.quarantined_blocks)
     role = {1: "prefill", 2: "decode"}.get(worker.role, "?")  # tandem.v1.Role
-    return (worker.ref.worker_id, role, item.life, worker.address, *map(str, counts), peers or "-")
+    addresses = (worker.address, worker.metrics_address or "-")
+    return (worker.ref.worker_id, role, item.life, *addresses, *map(str, counts), peers or "-")

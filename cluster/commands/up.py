@@ -28,14 +28,13 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     flags.add_workers(parser)
     flags.add_addresses(parser)
     text = "routers over the same workers; router i listens on each port plus 10 i"
-    flags.add_flag(parser, "--routers", "num_routers", text, type=int, metavar="N")
+    flags.add_flag(parser, "num_routers", text, type=int, metavar="N")
     flags.add_policy(parser)
     flags.add_controller(parser)
     parser.add_argument("--redis-url", metavar="URL", help="Redis or Valkey to use (default: an embedded one)")
-    flags.add_flag(parser, "--pin-workers", "pin_workers", "give each worker a core of its own", action="store_true")
+    flags.add_flag(parser, "pin_workers", "give each worker a core of its own", action="store_true")
     flags.add_flag(
         parser,
-        "--unpack-weights",
         "unpack_weights",
         "hold 4-bit and 8-bit weights as floats: faster for batches of 4 and more, three times the memory",
         action="store_true",

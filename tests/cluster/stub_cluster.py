@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -22,6 +23,7 @@ def main() -> int:
         grpc_port=int(sys.argv[2]),
         registry_port=int(sys.argv[3]),
         controller_port=0,
+        redis_url=os.environ["TANDEM_REDIS_URL"] or None,
         drain_timeout_s=1.0,
     )
     with run_folders() as folders:

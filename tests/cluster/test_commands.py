@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import threading
+import tomllib
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+import yaml
 from any_ports import ANY_PORTS
 from tandem.v1 import worker_pb2
 
@@ -16,6 +18,7 @@ from cluster.commands import up
 from cluster.commands.model import ready_folder
 from cluster.commands.status import table
 from cluster.config import ClusterConfig
+from cluster.fleet import DrainRefused, RefusalReason
 from cluster.main import main
 from cluster.progress import Progress
 from engine.model_config import ModelConfig
@@ -34,6 +37,10 @@ class ChatHandler(BaseHTTPRequestHandler):
         text = body["messages"][-1]["content"]
         if text == "refuse":
             self.send_error(503)
+        elif text == "who?":
+            self.send_response(401)
+            self.end_headers()
+            self.wfile.write(json.dumps({"error": {"message": "an API key is needed"}}).encode())
         elif text == "fail":
             self._send("text/event-stream", 'data: {"error": {"message": "worker lost"}}\n\n')
         else:
@@ -106,6 +113,17 @@ def test_chat_shows_the_fronts_error(
     assert error in capsys.readouterr().err
 
 
+def test_chat_says_where_its_key_comes_from(
+    chat_url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TANDEM_API_KEY", raising=False)
+    said = "tandem: HTTP 401: an API key is needed; TANDEM_API_KEY in the environment is"
+    for end in ("not set", "another one"):
+        assert main(["chat", "--url", chat_url, "--message", "who?"]) == 1
+        assert capsys.readouterr().err == f"{said} {end}\n"
+        monkeypatch.setenv("TANDEM_API_KEY", "sesame")
+
+
 @pytest.mark.parametrize("url", ["127.0.0.1:8000", "http://", "http://a:1,http://b:2", "http://a:port", "ftp://a"])
 def test_a_url_that_is_none_is_refused_by_its_flag(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["chat", "--url", url, "--message", "x"]) == 2
@@ -127,10 +145,12 @@ def test_nobody_there_is_one_line_and_exit_code_1(capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["--num-blocks", "0"], "num_blocks"),
-        (["--prefill", "1", "--aggregated"], "num_prefill"),
-        (["--config", "/nonexistent.yaml"], "config"),
-        (["--model", "/nonexistent"], "--model"),
+        (["--num-blocks", "0"], "--num-blocks: must be in"),
+        (["--prefill", "1", "--aggregated"], "--prefill: an aggregated cluster"),
+        (["--config", "/nonexistent.yaml"], "--config: /nonexistent.yaml cannot be read"),
+        (["--model", "/nonexistent"], "--model: /nonexistent does not exist"),
+        (["--policy", "/nonexistent"], "--policy: /nonexistent: "),
+        (["--adapter", "poet=/nonexistent"], "--adapter: /nonexistent"),
     ],
 )
 def test_wrong_use_is_exit_code_2_and_names_the_setting(
@@ -143,10 +163,10 @@ def test_wrong_use_is_exit_code_2_and_names_the_setting(
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["status", "--registry", "127.0.0.1"], "registry"),
+        (["status", "--registry", "127.0.0.1"], "--registry: must be host:port"),
         (["controller"], "ray_address"),
-        (["controller", "--ray-address", "head"], "ray_address"),
-        (["controller", "--ray-address", "head:6379", "--registry-port", "0"], "registry_port"),
+        (["controller", "--ray-address", "head"], "--ray-address: must be host:port"),
+        (["controller", "--ray-address", "head:6379", "--registry-port", "0"], "--registry-port"),
         (
             ["router", "--http-port", "0", "--grpc-port", "0", "--registry-port", "0", "--model", "/nonexistent"],
             "--model",
@@ -158,18 +178,89 @@ def test_what_a_host_is_not_told_is_named(arguments: list[str], named: str, caps
     assert named in capsys.readouterr().err
 
 
+def test_a_refusal_names_what_the_value_came_from(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A flag goes before a variable, that before the file; what none of them says keeps its name."""
+    file = tmp_path / "cluster.yaml"
+    given = ["up", *ANY_PORTS, "--config", str(file)]
+
+    def refusal(*flags: str) -> str:
+        assert main([*given, *flags]) == 2
+        return capsys.readouterr().err
+
+    file.write_text("num_blocks: 0\n")
+    assert refusal().startswith(f"tandem: num_blocks in {file}: must be in")
+    monkeypatch.setenv("TANDEM_NUM_BLOCKS", "0")
+    assert refusal().startswith("tandem: TANDEM_NUM_BLOCKS: must be in")
+    assert refusal("--num-blocks", "-1").startswith("tandem: --num-blocks: must be in")
+    monkeypatch.delenv("TANDEM_NUM_BLOCKS")
+    file.write_text("num_blok: 64\n")
+    assert refusal() == f"tandem: num_blok in {file}: is not a setting; num_blocks is one\n"
+    monkeypatch.setenv("TANDEM_POLICY_FILE", str(tmp_path / "none"))
+    file.write_text("{}\n")
+    assert refusal().startswith(f"tandem: TANDEM_POLICY_FILE: {tmp_path / 'none'}: ")
+    assert main(["controller"]) == 2
+    assert capsys.readouterr().err.startswith("tandem: ray_address: must be set")
+
+
+def test_a_variable_that_nothing_reads_is_said_by_name(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TANDEM_NUM_BLOKS", "64")
+    monkeypatch.setenv("TANDEM_OF_ANOTHER", "x")
+    monkeypatch.setenv("TANDEM_API_KEY", "sesame")
+    assert main(["controller"]) == 2  # which lacks the address of a Ray
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2 and lines[0].endswith(": TANDEM_NUM_BLOKS (TANDEM_NUM_BLOCKS?), TANDEM_OF_ANOTHER")
+    monkeypatch.delenv("TANDEM_NUM_BLOKS")
+    monkeypatch.delenv("TANDEM_OF_ANOTHER")
+    assert main(["controller"]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_the_version_is_that_of_the_project_and_the_chart(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert caught.value.code == 0
+    root = Path(__file__).parents[2]
+    number = tomllib.loads((root / "pyproject.toml").read_text())["project"]["version"]
+    assert capsys.readouterr().out == f"tandem {number}\n"
+    chart = yaml.safe_load((root / "deploy/helm/tandem/Chart.yaml").read_text())
+    assert chart["version"] == chart["appVersion"] == number
+
+
+@pytest.mark.parametrize("command", [["drain", "decode-0"], ["role", "decode-0", "prefill"]])
+def test_force_is_named_where_it_helps(
+    command: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuse(*_: object) -> None:
+        raise DrainRefused(reason, "no")
+
+    monkeypatch.setattr("cluster.controller_client.drain_worker", refuse)
+    reason = RefusalReason.LAST_DECODE_WORKER
+    assert main(command) == 1
+    assert capsys.readouterr().err == "tandem: no (--force does it all the same)\n"
+    reason = RefusalReason.BUSY
+    assert main(command) == 1
+    assert capsys.readouterr().err == "tandem: no\n"
+
+
 def test_status_is_a_table() -> None:
     ref = worker_pb2.WorkerRef(worker_id="prefill-0", incarnation="1")
     peer = worker_pb2.PeerConnected(peer=worker_pb2.WorkerRef(worker_id="decode-0"), lane="cma", probe_gbps=5.25)
     item = worker_pb2.WorkerStatus(
-        worker=worker_pb2.WorkerInfo(ref=ref, role=worker_pb2.ROLE_PREFILL, address="127.0.0.1:1"),
+        worker=worker_pb2.WorkerInfo(
+            ref=ref, role=worker_pb2.ROLE_PREFILL, address="127.0.0.1:1", metrics_address="127.0.0.1:2"
+        ),
         life="ready",
         load=worker_pb2.WorkerLoad(running_requests=1, used_blocks=2, free_blocks=3),
         peers=[peer],
     )
     status = worker_pb2.GetStatusResponse(workers=[item], open_requests=1)
     lines = table({"127.0.0.1:1": status}).splitlines()
-    assert lines[0].split()[:4] == ["WORKER", "ROLE", "LIFE", "ADDRESS"]
+    assert lines[0].split()[:5] == ["WORKER", "ROLE", "LIFE", "ADDRESS", "METRICS"]
+    assert lines[1].split()[:5] == ["prefill-0", "prefill", "ready", "127.0.0.1:1", "127.0.0.1:2"]
     assert "decode-0 (cma, 5.2 GB/s)" in lines[1]
     assert lines[2:] == ["open requests: 1, queued: 0"]
     young = worker_pb2.GetStatusResponse(workers=[worker_pb2.WorkerStatus(worker=item.worker, life="starting")])

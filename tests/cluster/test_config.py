@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from cluster.addresses import listening_address
 from cluster.config import ClusterConfig, router_config, worker_config
-from cluster.settings import load_cluster_config
+from cluster.settings import OTHER_VARIABLES, load_cluster_config
 from cluster.worker_config import WorkerConfig
 from core.errors import BadRequest
 from core.membership import Role
@@ -247,3 +248,10 @@ def test_a_cache_of_nobody_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -
         cache_folder()
     monkeypatch.setenv("TANDEM_CACHE", "~/x")
     assert cache_folder() == Path.home() / "x"
+
+
+def test_the_variables_that_are_no_settings_are_those_that_our_code_reads() -> None:
+    root = Path(__file__).parents[2]
+    sources = (path for room in ("cluster", "engine", "kv_transfer", "router") for path in (root / room).rglob("*.py"))
+    read = {name for path in sources for name in re.findall(r'= "(TANDEM_[A-Z_]+)"', path.read_text())}
+    assert read == OTHER_VARIABLES

@@ -104,7 +104,7 @@ async def test_a_killed_worker_is_replaced_by_a_new_incarnation(make_cluster: An
 
     os.kill(pid, signal.SIGKILL)
 
-    assert (await cluster.next_of(WorkerDied)).ref == before["decode-0"]
+    assert await cluster.next_of(WorkerDied) == WorkerDied(before["decode-0"], "its process ended")
     assert await asyncio.wait_for(cluster.deaths.get(), TIMEOUT_S) == before["decode-0"]
     assert (await cluster.next_of(WorkerStarted)).ref.worker_id == "decode-0"
     after = cluster.fleet.ready

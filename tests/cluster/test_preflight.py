@@ -33,7 +33,8 @@ def test_a_command_asks_for_the_ports_that_it_listens_on(
         if refused:
             with pytest.raises(BadRequest) as error:
                 resolve(config)
-            assert error.value.field == f"--{taken.replace('_', '-')}"
+            assert error.value.field == taken
+            assert error.value.message.endswith(f"choose another one with {flags.flag_of(taken)}")
         else:
             assert getattr(resolve(config), taken) == ports[taken]
 

@@ -28,7 +28,7 @@ def log_names(cache: Path) -> list[str]:
     return sorted(path.name for path in cache.glob("run/*/logs/*.log"))
 
 
-async def start(folder: Path) -> asyncio.subprocess.Process:
+async def start(folder: Path, redis_url: str = "") -> asyncio.subprocess.Process:
     folders = [Path.cwd(), Path.cwd() / "proto/python", SCRIPT.parent]
     return await asyncio.create_subprocess_exec(
         sys.executable,
@@ -42,6 +42,7 @@ async def start(folder: Path) -> asyncio.subprocess.Process:
             "PYTHONPATH": os.pathsep.join(map(str, folders)),
             "TANDEM_CACHE": str(folder),
             "TANDEM_API_KEY": "sesame",
+            "TANDEM_REDIS_URL": redis_url,
             "TMPDIR": "/tmp",
         },
     )
@@ -79,10 +80,12 @@ async def test_up_serves_after_its_check_and_ctrl_c_leaves_nothing(tmp_path: Pat
     assert log_names(tmp_path) == ["decode-0.log", "prefill-0.log", "router.log", "valkey.log"]
 
 
-@pytest.mark.parametrize("victim", ["supervisor", "launcher"])
-async def test_a_killed_launcher_takes_everything_with_it(tmp_path: Path, victim: str) -> None:
-    process = await start(tmp_path)
-    await read_until(process, "is ready")
+@pytest.mark.parametrize(("victim", "redis_url"), [("supervisor", ""), ("launcher", "redis://:secret@127.0.0.1:9/0")])
+async def test_a_killed_launcher_takes_everything_with_it(tmp_path: Path, victim: str, redis_url: str) -> None:
+    """With a Redis that is not there, too, which is said once and stops nobody."""
+    process = await start(tmp_path, redis_url)
+    seen = await read_until(process, "is ready")
+    assert seen.count("redis_url: no Redis answers") == bool(redis_url) and "secret" not in seen
     below = processes.descendants(process.pid)
     ray_folders = {Path(found) for other in below for found in re.findall(RAY_FOLDER, processes.command_of(other))}
     launcher = min(below, key=lambda other: (other.start_ticks, other.pid))
