@@ -13,13 +13,14 @@ from redis.asyncio.cluster import ClusterNode
 from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import Sentinel, SentinelConnectionPool
 from redis.backoff import NoBackoff
-from redis.exceptions import RedisError
+from redis.exceptions import RedisClusterException, RedisError
 
 from kv_transfer.redis_url import RedisKind, RedisUrl
 
 logger = logging.getLogger(__name__)
 
 RECOVERY_TIMEOUT_S: Final = 1.0
+FAILURES: Final = (RedisError, RedisClusterException, OSError, TimeoutError)  # the second is none of the first
 
 
 class BoundedRedis:
@@ -62,7 +63,7 @@ class BoundedRedis:
         try:
             async with asyncio.timeout(timeout_s):
                 return await call()
-        except (RedisError, OSError, TimeoutError) as error:
+        except FAILURES as error:
             self._on_failure()
             if self._recovery is None:
                 logger.warning("%s away: %s: %s", self._purpose, type(error).__name__, error)
@@ -73,21 +74,30 @@ class BoundedRedis:
         """Disconnect. Idempotent."""
         if self._recovery is not None:
             self._recovery.cancel()
-        await self.client.aclose()
-        pool = None if isinstance(self.client, RedisCluster) else self.client.connection_pool
-        if isinstance(pool, SentinelConnectionPool):  # which nobody else closes
-            for sentinel in pool.sentinel_manager.sentinels:
-                await sentinel.aclose()
+        await close_redis(self.client)
 
     async def _recover(self) -> None:
         while True:
             await asyncio.sleep(self._backoff_s)
-            with contextlib.suppress(RedisError, OSError, TimeoutError):
+            with contextlib.suppress(*FAILURES):
                 async with asyncio.timeout(RECOVERY_TIMEOUT_S):
                     await self.client.script_load(self._first_script)
                 break
         logger.warning("%s is back", self._purpose)
         self._recovery = None
+
+
+async def redis_lack(url: str, timeout_s: float) -> str:
+    """Why the server cannot be used now, without its password; empty when it can. url: as in redis_url.py."""
+    client = open_redis(RedisUrl.parse(url), timeout_s)
+    try:
+        async with asyncio.timeout(timeout_s):
+            await client.ping()
+    except FAILURES as error:
+        return str(error) or f"not within {timeout_s:g} s"
+    finally:
+        await close_redis(client)
+    return ""
 
 
 def open_redis(url: RedisUrl, connect_timeout_s: float) -> Redis | RedisCluster:
@@ -103,3 +113,14 @@ def open_redis(url: RedisUrl, connect_timeout_s: float) -> Redis | RedisCluster:
     sentinels: Any = Sentinel  # its constructor has no annotations
     primary: Redis = sentinels(url.hosts, sentinel_kwargs=options, **options).master_for(url.name, redis_class=Redis)
     return primary
+
+
+async def close_redis(client: Redis | RedisCluster) -> None:
+    """Disconnect. Idempotent."""
+    await client.aclose()
+    if isinstance(client, RedisCluster):  # which closes nothing once a call has failed
+        await client.nodes_manager.aclose()
+        await client.nodes_manager.aclose("startup_nodes")
+    elif isinstance(client.connection_pool, SentinelConnectionPool):  # which nobody else closes
+        for sentinel in client.connection_pool.sentinel_manager.sentinels:
+            await sentinel.aclose()

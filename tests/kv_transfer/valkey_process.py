@@ -21,11 +21,12 @@ START_TIMEOUT_S = 20.0
 
 @dataclass
 class Valkey:
-    """cluster: it is a Cluster, of one node."""
+    """cluster: it is a Cluster, of one node. announced_port: where that tells its clients to call it."""
 
     port: int
     folder: str
     cluster: bool
+    announced_port: int
     process: subprocess.Popen[bytes]
 
     @property
@@ -45,22 +46,24 @@ class Valkey:
 
     def start_again(self) -> None:
         """On the same port, empty."""
-        self.process = _launch(self.port, self.folder, cluster=self.cluster)
+        self.process = _launch(self.port, self.folder, self.cluster, self.announced_port)
 
 
 @contextlib.contextmanager
-def valkey(*, cluster: bool = False) -> Iterator[Valkey]:
+def valkey(*, cluster: bool = False, announced_port: int = 0) -> Iterator[Valkey]:
     (port,) = free_ports(1)  # a Cluster's bus listens 10,000 above it
+    announced_port = announced_port or port
     with tempfile.TemporaryDirectory(prefix="tandem-valkey-") as folder:
-        server = Valkey(port, folder, cluster, _launch(port, folder, cluster=cluster))
+        server = Valkey(port, folder, cluster, announced_port, _launch(port, folder, cluster, announced_port))
         try:
             yield server
         finally:
             server.kill()
 
 
-def _launch(port: int, folder: str, *, cluster: bool) -> subprocess.Popen[bytes]:
-    options = ("--save", "", "--appendonly", "no", *(("--cluster-enabled", "yes") if cluster else ()))
+def _launch(port: int, folder: str, cluster: bool, announced_port: int) -> subprocess.Popen[bytes]:
+    of_a_cluster = ("--cluster-enabled", "yes", "--cluster-announce-port", str(announced_port))
+    options = ("--save", "", "--appendonly", "no", *(of_a_cluster if cluster else ()))
     process = launch(port, folder, *options)
     if cluster:
         with redis.Redis(port=port, socket_timeout=1) as client:
