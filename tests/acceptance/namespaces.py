@@ -1,7 +1,7 @@
 """Hosts without machines: Linux network, process and mount namespaces on one bridge, by iproute2 and util-linux.
 
-A host is like a pod: an address of its own on the bridge, its own loopback, its own processes, its own folder at
-/tmp/ray, its own /etc/hosts; what is started in it is like a container. Needs root.
+A host is like a pod: an address of its own on the bridge, its own loopback, its own processes, its own folders at
+/tmp/ray and `OWN`, its own /etc/hosts; what is started in it is like a container. Needs root.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Final
 from tests.acceptance.running_cluster import wait_until
 
 RAY_FOLDER: Final = Path("/tmp/ray")  # where `ray start` keeps its sockets
+OWN: Final = "own"  # beside the folders of the hosts: each sees its own one there
 END_TIMEOUT_S: Final = 30.0
 
 
@@ -31,11 +32,14 @@ class Host:
         self.name = name
         self.address = address
         self._folder = folder
+        self.own = folder / OWN  # as seen from outside
         self._link = link
         ray = folder / "ray"
         ray.mkdir(parents=True)
+        self.own.mkdir()
         # No name server could be reached: without one, names that are not in /etc/hosts fail at once.
         binds = {str(ray): str(RAY_FOLDER), str(names): "/etc/hosts", "/dev/null": "/etc/resolv.conf"}
+        binds[str(self.own)] = str(folder.parent / OWN)
         mounts = " && ".join(f"mount --bind {source} {target}" for source, target in binds.items())
         unshare = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
         command = ["ip", "netns", "exec", name, *unshare, "sh", "-c", f"{mounts} && echo made && exec sleep infinity"]
@@ -84,6 +88,10 @@ class Host:
         logs = sorted(self._folder.glob("*.log"))
         return "\n".join(f"--- {self.name} {log.name}\n{log.read_text(errors='replace')[-3000:]}" for log in logs)
 
+    def log(self, name: str) -> str:
+        """All that a container said."""
+        return self._log(name).read_text(errors="replace")
+
     def _log(self, name: str) -> Path:
         return self._folder / f"{name}.log"
 
@@ -99,6 +107,7 @@ def hosts(folder: Path, *names: str) -> Iterator[tuple[dict[str, Host], Path]]:
     etc_hosts = folder / "hosts"
     etc_hosts.write_text("127.0.0.1 localhost\n")
     RAY_FOLDER.mkdir(exist_ok=True)
+    (folder / OWN).mkdir()
     with contextlib.ExitStack() as stack:
         stack.callback(_delete, prefix)
         ip("netns", "add", hub)

@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from cluster.main import _parser
-from tests.deploy.chart import DEFAULTS, Pod, cases, of_kind, pods, render, selects
+from tests.deploy.chart import DEFAULTS, Pod, cases, merged, of_kind, pods, render, selects
 
 CASES: Final = cases()
 Objects = list[dict[str, Any]]
@@ -33,14 +33,6 @@ def walk(value: Any) -> Iterator[tuple[str, Any]]:
             yield key, item
         if isinstance(item, dict | list):
             yield from walk(item)
-
-
-def port_names(pod: Pod) -> dict[str, int]:
-    return {
-        port["name"]: port["containerPort"]
-        for container in pod.spec["containers"]
-        for port in container.get("ports", [])
-    }
 
 
 def config_of(objects: Objects) -> dict[str, Any]:
@@ -85,10 +77,10 @@ def ports_exist(objects: Objects) -> Iterator[str]:
     for service in of_kind(objects, "Service"):
         chosen = [pod for pod in every if selects({"matchLabels": service["spec"]["selector"]}, pod.labels)]
         for port in service["spec"]["ports"]:
-            if not chosen or any(port["targetPort"] not in port_names(pod) for pod in chosen):
+            if not chosen or any(port["targetPort"] not in pod.ports for pod in chosen):
                 yield f"Service {service['metadata']['name']}: no port {port['targetPort']}"
     for pod in every:
-        numbers = list(port_names(pod).values())
+        numbers = list(pod.ports.values())
         if len(set(numbers)) != len(numbers):
             yield f"{pod.name}: a port twice: {numbers}"
         for container in pod.containers:
@@ -100,12 +92,12 @@ def ports_exist(objects: Objects) -> Iterator[str]:
         chosen = [pod for pod in every if selects(policy["spec"]["podSelector"], pod.labels)]
         for rule in policy["spec"].get("ingress", []):
             for port in rule.get("ports", []):
-                if chosen and not any(port["port"] in port_names(pod) for pod in chosen):
+                if chosen and not any(port["port"] in pod.ports for pod in chosen):
                     yield f"NetworkPolicy {policy['metadata']['name']}: no port {port['port']}"
     for monitor in of_kind(objects, "PodMonitor"):
         chosen = [pod for pod in every if selects(monitor["spec"]["selector"], pod.labels)]
         for endpoint in monitor["spec"]["podMetricsEndpoints"]:
-            if any(endpoint["port"] not in port_names(pod) for pod in chosen):
+            if any(endpoint["port"] not in pod.ports for pod in chosen):
                 yield f"PodMonitor: no port {endpoint['port']}"
     for monitor in of_kind(objects, "ServiceMonitor"):
         names = {port["name"] for service in of_kind(objects, "Service") for port in service["spec"]["ports"]}
@@ -130,11 +122,11 @@ def configured_ports_are_the_pods(objects: Objects) -> Iterator[str]:
     config = config_of(objects)
     for pod in pods(objects):
         for field, (components, name) in LISTENING.items():
-            if pod.component in components and port_names(pod).get(name) != config[field]:
+            if pod.component in components and pod.ports.get(name) != config[field]:
                 yield f"{pod.name}: port {name} is not {field}, {config[field]}"
         for pool in of_kind(objects, "InferencePool"):
             called = {port["number"] for port in pool["spec"]["targetPorts"]}
-            if selects(pool["spec"]["selector"], pod.labels) and called != {port_names(pod).get("http")}:
+            if selects(pool["spec"]["selector"], pod.labels) and called != {pod.ports.get("http")}:
                 yield f"InferencePool calls {called} of {pod.name}"
 
 
@@ -313,6 +305,55 @@ def test_only_the_rdma_values_leave_restricted(case: str, rendered: dict[str, Ob
     wide = set(rdma_alone_needs_more(rendered[case]))
     assert bool(wide) == case.startswith("values-rdma")
     assert not any("router" in name or "head" in name for name in wide)
+
+
+@pytest.mark.parametrize("mode", ["", "-other-mode"], ids=["operator", "plain"])
+@pytest.mark.parametrize("case", ["values-rdma", "values-nvlink-node", "values-heterogeneous"])
+def test_each_pool_of_workers_is_where_and_how_its_values_say(
+    case: str, mode: str, rendered: dict[str, Objects]
+) -> None:
+    values, objects = merged(DEFAULTS, CASES[case]), rendered[case + mode]
+    groups = {}
+    for cluster in of_kind(objects, "RayCluster"):
+        groups = {group["groupName"]: group for group in cluster["spec"]["workerGroupSpecs"]}
+    for role in ("prefill", "decode"):
+        pool, pod = values[role], of_component(objects, role)
+        (container,) = pod.spec["containers"]
+        assert container["resources"] == pool["resources"]
+        assert pod.spec.get("nodeSelector", {}) == pool["nodeSelector"]
+        assert pod.spec.get("tolerations", []) == pool["tolerations"]
+        assert bool(pod.spec.get("affinity")) == bool(pool["affinity"])
+        assert bool(pod.spec.get("topologySpreadConstraints")) == bool(pool["topologySpreadConstraints"])
+        assert (pod.spec.get("hostNetwork", False), pod.spec.get("runtimeClassName", "")) == (
+            pool["hostNetwork"],
+            pool["runtimeClassName"],
+        )
+        assert container["securityContext"]["capabilities"].get("add", []) == ["IPC_LOCK"] * pool["ipcLock"]
+        (shm,) = [item["emptyDir"] for item in pod.spec["volumes"] if item["name"] == "shm"]
+        assert shm == {"medium": "Memory", "sizeLimit": pool["shmSize"]}
+        env = {item["name"]: item["value"] for item in container["env"] if "value" in item}
+        assert {item["name"]: item["value"] for item in pool["env"]}.items() <= env.items()
+        labels = ",".join(f"{key}={value}" for key, value in pool["rayLabels"].items())
+        if groups:
+            assert groups[role]["replicas"] == pool["replicas"]
+            assert groups[role]["resources"] == {f"tandem_{role}": "1"}
+            assert groups[role].get("labels", {}) == pool["rayLabels"]
+        else:
+            assert pod.owner["spec"]["replicas"] == pool["replicas"]
+            assert f'--resources={{"tandem_{role}":1}}' in container["args"]
+            assert [arg for arg in container["args"] if "--labels" in arg] == [f"--labels={labels}"] * bool(labels)
+
+
+def test_the_examples_show_what_they_are_for() -> None:
+    rdma, nvlink, mixed = (
+        merged(DEFAULTS, CASES[f"values-{name}"]) for name in ("rdma", "nvlink-node", "heterogeneous")
+    )
+    for role in ("prefill", "decode"):
+        assert any(name.startswith("rdma/") for name in rdma[role]["resources"]["limits"])
+        assert rdma[role]["ipcLock"] and rdma[role]["hostNetwork"]
+        assert nvlink[role]["rayLabels"].keys() == {"ray.io/gpu-domain"} and nvlink[role]["affinity"]
+    products = [mixed[role]["nodeSelector"]["nvidia.com/gpu.product"] for role in ("prefill", "decode")]
+    assert len(set(products)) == 2
 
 
 def of_component(objects: Objects, component: str) -> Pod:

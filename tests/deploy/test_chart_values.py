@@ -10,7 +10,7 @@ from typing import Any, Final
 import helm_python as helm
 import pytest
 
-from tests.deploy.chart import CHART, DEFAULTS, PLAIN, SCALED, cases, merged, of_kind, render
+from tests.deploy.chart import CHART, DEFAULTS, EVERYTHING, PLAIN, SCALED, cases, merged, of_kind, render, render_texts
 
 SCHEMA: Final = json.loads((CHART / "values.schema.json").read_text())
 
@@ -34,6 +34,66 @@ def walk(values: Mapping[str, Any], schema: dict[str, Any], path: Path = ()) -> 
 
 PATHS: Final = dict(walk(DEFAULTS, SCHEMA))
 BOOLEANS: Final = [path for path, value in PATHS.items() if isinstance(value, bool)]
+
+
+# In one of these each value counts; most do in the first.
+KEDA: Final = {"autoscaling": {"kind": "keda", "prometheusUrl": "http://prometheus:9090"}}
+BASES: Final[list[dict[str, Any]]] = [
+    merged(PLAIN, SCALED, EVERYTHING, {"prefill": KEDA, "decode": KEDA}),
+    EVERYTHING,
+    merged(PLAIN, {"networkPolicy": {"nodes": ["10.0.0.0/16"]}}),
+    {"redis": {"mode": "external", "external": {"url": "redis://x"}}},
+    {"redis": {"mode": "external", "external": {"urlSecret": {"name": "url"}}}},
+    {"model": {"source": "claim", "claim": {"name": "models"}}},
+    {"model": {"source": "image", "image": {"reference": "models/x@sha256:0"}}},
+    {"model": {"source": "init", "init": {"image": "fetch:1"}}},
+]
+# Other values than the defaults, where the default does not tell one that is right.
+OTHERS: Final[dict[str, Any]] = {
+    "adapters": {"poet": "/models/adapters/poet"},
+    "requests": {"memory": "5Gi"},
+    "limits": {"memory": "5Gi"},
+    "maxMemory": "70mb",
+    "url": "redis://y",
+    "hostNetwork": True,
+    "pullSecrets": [{"name": "pull"}],
+    "args": ["x"],
+    "command": ["x"],
+    "env": [{"name": "X", "value": "y"}],
+    "nodes": ["10.1.0.0/16"],
+    "resources": {"limits": {"memory": "5Gi"}},
+    "digest": "sha256:" + "1" * 64,
+    "trace_endpoint": "http://collector:4318/v1/traces",
+    "numa_nodes": "0,1",
+    "prometheusUrl": "http://elsewhere",
+}
+
+
+def others(path: Path) -> list[Any]:
+    """Values that the chart must answer to with other objects."""
+    value, schema = PATHS[path], schema_of(path)
+    if path[-1] in OTHERS:
+        return [OTHERS[path[-1]]]
+    if "enum" in schema:
+        return list(schema["enum"])
+    match value:
+        case bool():
+            return [True, False]
+        case int() | float():
+            return [value + 1, value - 1]
+        case str():
+            return [{"Gi": "3Gi", "Mi": "300Mi"}.get(value[-2:], value + "x"), "9s"]
+        case dict():
+            return [{"example.com/key": "value"}] if "properties" not in schema else []
+        case _:
+            return [[{"key": "value"}]]
+
+
+def schema_of(path: Path) -> dict[str, Any]:
+    schema = SCHEMA
+    for name in path:
+        schema = resolved(schema["properties"][name])
+    return schema
 
 
 def with_value(path: Path, value: Any) -> dict[str, Any]:
@@ -72,6 +132,25 @@ def test_every_value_has_its_comment() -> None:
             if not is_map and not explained:
                 bare.append(line)
     assert bare == []
+
+
+def has_effect(path: Path, before: list[list[str]]) -> bool:
+    """Whether another value makes other objects, in any of the bases, of which `before` was made."""
+    for base, texts in zip(BASES, before, strict=True):
+        for value in others(path):
+            try:
+                if render_texts(merged(base, with_value(path, value))) != texts:
+                    return True
+            except helm.HelmError:
+                continue
+    return False
+
+
+def test_every_value_is_read_by_a_template() -> None:
+    before = [render_texts(base) for base in BASES]
+    leaves = [path for path in PATHS if others(path)]
+    assert len(leaves) > 170
+    assert [dotted(path) for path in leaves if not has_effect(path, before)] == []
 
 
 @pytest.mark.parametrize("mode", [{}, PLAIN], ids=["operator", "plain"])

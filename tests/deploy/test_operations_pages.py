@@ -6,14 +6,20 @@ import argparse
 import json
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
 import pytest
 import yaml
 
-from cluster.main import _parser
+from cluster.announcing import EXIT_REFUSED
+from cluster.main import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, _parser
+from core.errors import RejectReason
+from core.messages import RefuseReason
+from router.policy.choose import PlanReason
 from router.policy_file import parse_policy
+from telemetry.router_metrics import Outcome
+from telemetry.tasks import EXIT_INVARIANT_BROKEN
 from tests.deploy.chart import CHART, DEFAULTS, EVERYTHING, PLAIN, merged, pods, render
 from tests.deploy.test_observability import DASHBOARDS, KNOWN
 
@@ -160,6 +166,23 @@ def test_pages_name_what_is_there(check: Any, capsys: pytest.CaptureFixture[str]
 def test_what_is_not_there_is_found(check: Any, right: str, wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert list(check(right)) == []
     assert list(check(wrong)) != []
+
+
+@pytest.mark.parametrize(
+    ("title", "words"),
+    [
+        ("Exit codes", [0, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_INVARIANT_BROKEN, EXIT_REFUSED]),
+        ("Why a request was turned away", RejectReason),
+        ("Why a prompt is prefilled where it is", PlanReason),
+        ("Why an attempt came to nothing", RefuseReason),
+        ("How requests end", Outcome),
+    ],
+)
+def test_every_exit_code_and_reason_is_explained(title: str, words: Iterable[object]) -> None:
+    page = (ROOT / "docs" / "operations" / "reasons.md").read_text()
+    section = page.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+    missing = [word for word in map(str, words) if f"`{word}" not in section and f"| {word} |" not in section]
+    assert section and missing == []
 
 
 def test_examples_of_the_policy_file_are_ones() -> None:

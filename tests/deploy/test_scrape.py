@@ -83,9 +83,9 @@ class Prometheus:
 def prometheus(tmp_path: Path) -> Iterator[Prometheus]:
     server, thread = start_http_server(0, "127.0.0.1", worker_registry())
     with serving(router_app) as router_port:
-        ports = {"router-0": router_port, "decode-0": server.server_port}
+        targets = {"router-0": f"127.0.0.1:{router_port}", "decode-0": f"127.0.0.1:{server.server_port}"}
         try:
-            with running(tmp_path, ports) as port:
+            with running_prometheus(tmp_path, targets) as port:
                 yield Prometheus(port)
         finally:
             server.shutdown()
@@ -94,10 +94,10 @@ def prometheus(tmp_path: Path) -> Iterator[Prometheus]:
 
 
 @contextmanager
-def running(folder: Path, ports: Mapping[str, int]) -> Iterator[int]:
-    """A Prometheus that scrapes these ports, labelled as a PodMonitor would; gives its own port."""
+def running_prometheus(folder: Path, addresses: Mapping[str, str]) -> Iterator[int]:
+    """A Prometheus that scrapes host:port of each pod, labelled as a PodMonitor would; gives its own port."""
     targets = [
-        {"targets": [f"127.0.0.1:{port}"], "labels": {"namespace": "prod", "pod": pod}} for pod, port in ports.items()
+        {"targets": [address], "labels": {"namespace": "prod", "pod": pod}} for pod, address in addresses.items()
     ]
     settings = {
         "global": {"scrape_interval": "1s", "scrape_timeout": "1s", "evaluation_interval": "1s"},

@@ -104,12 +104,36 @@ STATE = WorkerState(
 )
 
 
-def test_router_series_are_public() -> None:
+# Each has a closed list of values, but `adapter`, of which there are as many as are configured.
+BOUNDED_LABELS = {
+    *("adapter", "attained", "band", "endpoint", "finished_reason", "kind", "life", "model_name", "objective"),
+    *("outcome", "part", "reason", "role", "stage", "state", "tier"),
+}
+
+
+def router_registry() -> CollectorRegistry:
     registry = CollectorRegistry()
     RouterMetrics(registry, "tiny", SloTargets(ttft_s=2.5, itl_s=0.1), tuple(Band))
     RoutingMetrics(registry)
     PolicyMetrics(registry)
-    registry.register(RouterStateCollector(lambda: RouterState(0, {}, {}, 0, 0, 0), "tiny"))
+    state = RouterState(0, {"interactive": 0}, {("decode", "ready"): 1}, 0, 0, 0)
+    registry.register(RouterStateCollector(lambda: state, "tiny"))
+    return registry
+
+
+def test_labels_are_of_closed_lists() -> None:
+    """No request, session, tenant or worker is one: there would be as many series."""
+    registry = router_registry()
+    WorkerMetrics(registry, lambda: STATE)
+    TraceMetrics(registry)
+    labels = {name for collector in registry._collector_to_names for name in getattr(collector, "_labelnames", ())}
+    labels |= {name for family in registry.collect() for sample in family.samples for name in sample.labels}
+    config = {"le", "block_size", "num_gpu_blocks"}  # of buckets, and of the one series that tells the cache's size
+    assert labels - config == BOUNDED_LABELS
+
+
+def test_router_series_are_public() -> None:
+    registry = router_registry()
     assert {family.name for family in registry.collect()} == ROUTER_FAMILIES
 
 
