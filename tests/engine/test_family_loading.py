@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from core.errors import BadModel
 from engine.model_config import ModelConfig
 from engine.weights import load_weights
+from tests.engine.model_changes import Tensors, change_config, change_tensors
 from tests.engine.random_models import CASES, KINDS, random_model, save
 from tests.engine.tiny_model import write_json
 
-Tensors = dict[str, torch.Tensor]
 LAYER = "model.layers.1."
 BIAS = f"{LAYER}self_attn.k_proj.bias"
 NORM = f"{LAYER}self_attn.q_norm.weight"
@@ -48,19 +48,9 @@ def _load(folder: Path) -> None:
     load_weights(folder, ModelConfig.load(folder), torch.float32)
 
 
-def _rewrite(folder: Path, change: Callable[[Tensors], object]) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors")
-
-
-def _set_config(folder: Path, **changes: object) -> None:
-    write_json(folder / "config.json", json.loads((folder / "config.json").read_text()) | changes)
-
-
 def _assert_refused(folder: Path, change: Callable[[Tensors], object], message: str) -> None:
     _load(folder)
-    _rewrite(folder, change)
+    change_tensors(folder, change)
     with pytest.raises(BadModel) as caught:
         _load(folder)
     assert message in str(caught.value)
@@ -106,7 +96,7 @@ def test_tensors_of_the_family_alone(folder: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_files_load(folder: Path, dtype: torch.dtype) -> None:
-    _rewrite(folder, lambda tensors: tensors.update({name: tensor.to(dtype) for name, tensor in tensors.items()}))
+    change_tensors(folder, lambda tensors: tensors.update({name: tensor.to(dtype) for name, tensor in tensors.items()}))
     expected = load_file(folder / "model.safetensors")
     weights = load_weights(folder, ModelConfig.load(folder), torch.float32)
     assert torch.equal(weights.layers[1].down, expected[DOWN].float())
@@ -115,9 +105,13 @@ def test_half_precision_files_load(folder: Path, dtype: torch.dtype) -> None:
 
 def test_tensors_without_news_are_allowed(folder: Path) -> None:
     """Published files of tied models hold the head too (Qwen3-0.6B), old Llamas their rotary frequencies."""
-    _set_config(folder, tie_word_embeddings=True)
-    _rewrite(folder, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}))
-    _rewrite(folder, lambda tensors: tensors.update({FREQUENCIES: torch.ones(ModelConfig.load(folder).head_dim // 2)}))
+    change_config(folder, tie_word_embeddings=True)
+    change_tensors(
+        folder, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].clone()})
+    )
+    change_tensors(
+        folder, lambda tensors: tensors.update({FREQUENCIES: torch.ones(ModelConfig.load(folder).head_dim // 2)})
+    )
     _assert_refused(
         folder,
         lambda tensors: tensors["lm_head.weight"].add_(1.0),
@@ -146,18 +140,18 @@ def test_progress_names_each_layer(folder: Path) -> None:
 )
 def test_configs_that_we_do_not_compute_name_the_field(folder: Path, changes: dict[str, object], field: str) -> None:
     ModelConfig.load(folder)
-    _set_config(folder, **changes)
+    change_config(folder, **changes)
     with pytest.raises(BadModel, match=rf"config\.json: {field}:"):
         ModelConfig.load(folder)
 
 
 def test_a_window_that_hides_nothing_is_allowed(folder: Path) -> None:
     expected = ModelConfig.load(folder)
-    _set_config(folder, sliding_window=512, use_sliding_window=True)
+    change_config(folder, sliding_window=512, use_sliding_window=True)
     assert ModelConfig.load(folder) == expected
-    _set_config(folder, sliding_window=511, use_sliding_window=False)
+    change_config(folder, sliding_window=511, use_sliding_window=False)
     assert ModelConfig.load(folder) == expected
-    _set_config(folder, sliding_window=511, use_sliding_window=True)
+    change_config(folder, sliding_window=511, use_sliding_window=True)
     with pytest.raises(BadModel, match="attention over the last 511 of 512 tokens"):
         ModelConfig.load(folder)
 

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from core.request import GenerateRequest, SamplingParams, StopConditions
 from engine.scheduler_config import SchedulerConfig
 from engine.step import NOT_FINITE
+from engine.weights import EMBEDDING, HEAD
 from tests.engine.conftest import Load
 from tests.engine.engine_run import EngineRun
 from tests.engine.invariance import forced_prompts
+from tests.engine.model_changes import change_config, change_tensors
 from tests.engine.tiny_model import write_tiny_model
 
 POISON = 70
@@ -58,14 +58,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """One model twice; in the second one a row of the embedding is not a number. The head is another matrix."""
     sound, poisoned = (write_tiny_model(tmp_path_factory.mktemp("models") / name, VOCAB_SIZE) for name in ("a", "b"))
     for folder in (sound, poisoned):
-        config = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
-        tensors = load_file(folder / "model.safetensors")
-        embedding = tensors["model.embed_tokens.weight"]
-        tensors["lm_head.weight"] = embedding.clone()
-        if folder is poisoned:
-            embedding[POISON] = torch.nan
-        save_file(tensors, folder / "model.safetensors")
+        change_config(folder, tie_word_embeddings=False)
+        change_tensors(folder, lambda tensors: tensors.update({HEAD: tensors[EMBEDDING].clone()}))
+    change_tensors(poisoned, lambda tensors: tensors[EMBEDDING][POISON].fill_(torch.nan))
     return sound, poisoned
 
 

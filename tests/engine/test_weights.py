@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,9 +18,9 @@ from engine.step import SampleSpec, SequenceSlice, StepPlan
 from engine.torch_runner import TorchModelRunner
 from engine.weights import load_stored_weights, load_weights
 from tests.engine.blocks import KINDS, random_blocks
+from tests.engine.model_changes import Tensors, change_config, change_tensors
 from tests.engine.tiny_model import write_json, write_tiny_model
 
-Tensors = dict[str, torch.Tensor]
 Load = Callable[[Path, ModelConfig, torch.dtype], Any]
 QUERY = "model.layers.1.self_attn.q_proj.weight"
 
@@ -33,16 +32,6 @@ def folder(tmp_path: Path) -> Path:
 
 def _load(folder: Path, dtype: torch.dtype = torch.float32) -> None:
     load_weights(folder, ModelConfig.load(folder), dtype)
-
-
-def _rewrite(folder: Path, change: Callable[[Tensors], object]) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors")
-
-
-def _set_config(folder: Path, **changes: object) -> None:
-    write_json(folder / "config.json", json.loads((folder / "config.json").read_text()) | changes)
 
 
 def test_packed_weights_are_the_files(folder: Path) -> None:
@@ -67,24 +56,24 @@ def test_packed_weights_are_the_files(folder: Path) -> None:
 )
 def test_wrong_tensors_are_named(folder: Path, change: Callable[[Tensors], object], message: str) -> None:
     _load(folder)
-    _rewrite(folder, change)
+    change_tensors(folder, change)
     with pytest.raises(BadModel) as caught:
         _load(folder)
     assert message in str(caught.value)
 
 
 def test_every_wrong_tensor_is_named(folder: Path) -> None:
-    _rewrite(folder, lambda tensors: (tensors.pop(QUERY), tensors.update(extra=torch.ones(1))))
+    change_tensors(folder, lambda tensors: (tensors.pop(QUERY), tensors.update(extra=torch.ones(1))))
     with pytest.raises(BadModel, match=r"missing tensor .*unexpected tensor extra"):
         _load(folder)
 
 
 def test_untied_head(folder: Path) -> None:
-    _set_config(folder, tie_word_embeddings=False)
+    change_config(folder, tie_word_embeddings=False)
     with pytest.raises(BadModel, match=r"missing tensor lm_head\.weight"):
         _load(folder)
     head = torch.randn(259, 96)
-    _rewrite(folder, lambda tensors: tensors.update({"lm_head.weight": head}))
+    change_tensors(folder, lambda tensors: tensors.update({"lm_head.weight": head}))
     assert torch.equal(load_weights(folder, ModelConfig.load(folder), torch.float32).head, head)
 
 
@@ -140,7 +129,7 @@ def test_truncated_files_are_named(folder: Path) -> None:
 def test_weights_that_are_not_finite_are_named(folder: Path, load: Load, name: str, bad: float) -> None:
     config = ModelConfig.load(folder)
     load(folder, config, torch.bfloat16)
-    _rewrite(folder, lambda tensors: tensors[name].view(-1)[-1].fill_(bad))
+    change_tensors(folder, lambda tensors: tensors[name].view(-1)[-1].fill_(bad))
     with pytest.raises(BadModel, match=f"tensor {name} holds NaN or infinity"):
         load(folder, config, torch.bfloat16)
 
@@ -156,7 +145,7 @@ def block_folder(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, P
     metadata = {metadata_key(name): request.param for name in matrices}
     rows = {name: matrix.blocks.flatten(1).contiguous() for name, matrix in matrices.items()}
     save_file(tensors | rows, folder / "model.safetensors", metadata=metadata)
-    _set_config(folder, quantization_config=BLOCKS_CONFIG)
+    change_config(folder, quantization_config=BLOCKS_CONFIG)
     return request.param, folder
 
 
@@ -259,14 +248,14 @@ def test_wrong_blocks_are_named(
 )
 def test_unsupported_configs_name_the_field(folder: Path, field: str, value: object) -> None:
     ModelConfig.load(folder)
-    _set_config(folder, **{field: value})
+    change_config(folder, **{field: value})
     with pytest.raises(BadModel, match=rf"config\.json: {field}"):
         ModelConfig.load(folder)
 
 
 def test_rope_theta_of_either_transformers_version(folder: Path) -> None:
     assert ModelConfig.load(folder).rope_theta == 10000.0
-    _set_config(folder, rope_theta=None, rope_parameters={"rope_type": "default", "rope_theta": 5e5})
+    change_config(folder, rope_theta=None, rope_parameters={"rope_type": "default", "rope_theta": 5e5})
     assert ModelConfig.load(folder).rope_theta == 5e5
 
 
@@ -281,10 +270,10 @@ def test_digests_follow_content(folder: Path, tmp_path: Path) -> None:
     assert weights_digest(folder) == weights_digest(twin) != weights_digest(other)
     assert tokenizer_digest(folder) == tokenizer_digest(twin) == tokenizer_digest(other)
     before = weights_digest(folder)
-    _rewrite(folder, lambda tensors: tensors[QUERY].add_(1.0))
+    change_tensors(folder, lambda tensors: tensors[QUERY].add_(1.0))
     changed = weights_digest(folder)
     assert changed != before
-    _set_config(folder, rope_theta=20000.0)
+    change_config(folder, rope_theta=20000.0)
     assert weights_digest(folder) != changed
 
 
