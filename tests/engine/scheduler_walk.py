@@ -15,7 +15,8 @@ from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 
-from core.request import GenerateRequest, SamplingParams, StopConditions
+from core.request import FinishReason, GenerateRequest, SamplingParams, StopConditions
+from engine.step import NOT_FINITE
 from tests.engine.scheduler_bench import BLOCK_SIZE, Bench
 from tests.engine.token_memory import undisturbed
 
@@ -69,9 +70,9 @@ def cut(bench: Bench, wanted: GenerateRequest, rng: random.Random) -> GenerateRe
 
 def walk(seed: int) -> Bench:
     """Random arrivals of one or several choices, shared prefixes, hand-offs whole and damaged, output that is out
-    already, batch work, cancels in and between steps, pools too small for all: every choice says what it says alone,
-    and every block comes back."""
-    rng = random.Random(seed)
+    already, batch work, cancels in and between steps, tokens that come to a NaN, pools too small for all: every choice
+    says what it says alone, and every block comes back."""
+    rng, nan_rng = random.Random(seed), random.Random(f"nan {seed}")
     growth_blocks = rng.randrange(2)
     bench = Bench(
         rng.randrange(14, 30),
@@ -86,7 +87,7 @@ def walk(seed: int) -> Bench:
         prompt = shared[: rng.randrange(13)] + tuple(rng.randrange(1000) for _ in range(rng.randrange(1, 15)))
         max_tokens = rng.randrange(1, 24)
         wanted.append(request(f"r{number}", prompt, rng.choice([1, 2, 5]), max_tokens, priority=rng.choice([0, 0, 1])))
-    waiting, cancelled = list(wanted), set()
+    waiting, ended = list(wanted), set()
     for _ in range(3000):
         if waiting and rng.random() < 0.3:
             item = waiting.pop()
@@ -98,9 +99,16 @@ def walk(seed: int) -> Bench:
         if rng.random() < 0.05:
             name = rng.choice(wanted).request_id
             if bench.scheduler.cancel(name):
-                cancelled.add(name)
+                ended.add(name)
         if plan is not None:
-            bench.take(bench.scheduler.commit(plan, bench.memory.run(plan)))
+            answers = bench.memory.run(plan)
+            if nan_rng.random() < 0.01:
+                broken = nan_rng.randrange(len(answers))
+                answers[broken] = (NOT_FINITE,) * len(answers[broken])
+            for progress in bench.take(bench.scheduler.commit(plan, answers)):
+                if any(delta.finish_reason is FinishReason.ERROR for delta in progress.deltas):
+                    bench.scheduler.cancel(progress.request_id)  # as the router does: the other choices end too
+                    ended.add(progress.request_id)
         elif not waiting:
             break
     bench.assert_empty()
@@ -108,7 +116,7 @@ def walk(seed: int) -> Bench:
     for item in wanted:
         for name, alone in singles(item).items():
             said = bench.outputs[name]
-            assert said == (alone[: len(said)] if item.request_id in cancelled else alone)
+            assert said == (alone[: len(said)] if item.request_id in ended else alone)
     return bench
 
 
@@ -125,6 +133,7 @@ def walk_all(seeds: range) -> Counter[str]:
         seen["steps"] += bench.scheduler.num_steps
         seen["preemptions"] += bench.scheduler.num_preemptions
         seen["copied blocks"] += bench.memory.copied_blocks
+        seen["NaNs"] += FinishReason.ERROR in bench.finished.values()
     return seen
 
 
