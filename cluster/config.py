@@ -133,6 +133,9 @@ class ClusterConfig:
     """How long running requests may go on after a stop was asked for."""
     drain_finish_s: float = 2.0
     """How long they may go on on a worker that drains before they are moved to another one, where there is one."""
+    stand_in: bool = True
+    """While no decode worker is ready and a dead one is being replaced, a prefill worker decodes. Not where prefill
+    workers' machines are not fit for that."""
     heartbeat_timeout_s: float = 20.0
     """A worker process that does not answer for so long is hung: killed and replaced."""
 

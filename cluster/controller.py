@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import Awaitable, Callable
 from typing import Final, assert_never
@@ -26,6 +27,7 @@ from cluster.fleet import (
     StartFailed,
     StartWorker,
     StopAsked,
+    SwitchRole,
     Wake,
     WakeAt,
     WorkerDied,
@@ -34,9 +36,14 @@ from cluster.fleet import (
 from cluster.ray_runtime import Actor, ActorFailed
 from cluster.worker_config import WorkerConfig
 from core.membership import Life, Role, WorkerInfo, WorkerRef
+from telemetry.logs import log_state
+
+logger = logging.getLogger(__name__)
 
 PING_EVERY_S: Final = 2.0
 STOP_TIMEOUT_S: Final = 5.0  # for closing servers, once drained
+SWITCH_TIMEOUT_S: Final = 5.0  # of a worker that stands in for another role: then it is tried again
+SWITCH_AGAIN_S: Final = 1.0
 
 ActorFailures: Final = (ActorFailed, TimeoutError)
 
@@ -128,6 +135,12 @@ class Controller:
             return RefusalReason.NOT_DRAINED, f"{ref.worker_id}: {left}"
         return None, ""
 
+    async def _switch(self, ref: WorkerRef, to: Role) -> None:
+        reason, _message = await self._drain_to(ref, to, SWITCH_TIMEOUT_S)
+        if reason is not None:
+            await asyncio.sleep(SWITCH_AGAIN_S)
+        self._inbox.put_nowait(Wake())
+
     async def stop(self) -> None:
         """Drain and end all workers; needs `run` to be running. Bounded: what is left after that is killed."""
         self._emptied.clear()
@@ -146,6 +159,11 @@ class Controller:
                 actor, config = self._spawn(effect)
                 self._actors[ref] = actor
                 self._lives.create_task(self._live(ref, actor, config))
+            case SwitchRole(ref, to):
+                log_state(
+                    logger, worker_id=ref.worker_id, state="stands in" if to is Role.DECODE else "goes back", role=to
+                )
+                self._lives.create_task(self._switch(ref, to))
             case DrainWorker(ref):
                 self._lives.create_task(self._drain_and_end(self._actors[ref]))
             case ForgetWorker(ref):

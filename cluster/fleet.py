@@ -6,6 +6,10 @@ never more workers than wanted. A dead worker is replaced at once; one that dies
 
 A place has a wanted role, which `drain` changes: whoever lives there next has it too, also when its worker dies on the
 way. Only a worker that says that it could not change gives the old one back. One place at a time drains.
+
+While no decode worker is ready and a dead one is being replaced, nothing can be served. Then a ready prefill worker
+stands in: it decodes, and prefills as well, until a decode worker is ready again. Whoever lives in its place next
+prefills.
 """
 
 from __future__ import annotations
@@ -71,6 +75,14 @@ class DrainWorker:
 
 
 @dataclass(frozen=True, slots=True)
+class SwitchRole:
+    """Let the worker drain and then serve as `to`. Tell `Fleet.drained` how that went, then send Wake."""
+
+    ref: WorkerRef
+    to: Role
+
+
+@dataclass(frozen=True, slots=True)
 class ForgetWorker:
     """Make sure that this life is over: kill what is left of it."""
 
@@ -86,7 +98,7 @@ class WakeAt:
 
 
 Event = WorkerStarted | StartFailed | WorkerDied | Wake | StopAsked
-Effect = StartWorker | DrainWorker | ForgetWorker | WakeAt
+Effect = StartWorker | DrainWorker | SwitchRole | ForgetWorker | WakeAt
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,15 +144,25 @@ class _Place:
     ready_since_s: float = 0.0
     quick_deaths: int = 0
     role_before: Role | None = None  # while a drain is under way: the role to fall back to
+    has_served: bool = False  # some life of it was READY
+    stands_in: bool = False  # its worker decodes, or is about to, and its role is PREFILL all the same
 
 
 class Fleet:
-    """The wanted set of workers."""
+    """The wanted set of workers. stand_in: prefill workers stand in for decode workers."""
 
-    def __init__(self, wanted: Iterable[tuple[str, Role]], random: Random, backoff: Backoff | None = None) -> None:
+    def __init__(
+        self,
+        wanted: Iterable[tuple[str, Role]],
+        random: Random,
+        backoff: Backoff | None = None,
+        *,
+        stand_in: bool = False,
+    ) -> None:
         self._places = {worker_id: _Place(worker_id, role) for worker_id, role in wanted}
         self._random = random
         self._backoff = backoff or Backoff()
+        self._stand_in = stand_in
         self._stopping = False
 
     @property
@@ -166,6 +188,7 @@ class Fleet:
         if place is None or place.ref is not None:
             return False
         place.ref, place.role, place.life, place.ready_since_s = ref, role, Life.READY, now
+        place.has_served = True
         return True
 
     def drain(self, worker_id: str, to: Role | None, *, force: bool) -> WorkerRef:
@@ -186,10 +209,14 @@ class Fleet:
         if leaves and not force and not any(it.role is Role.DECODE for it in others):
             message = f"{worker_id} is the last decode worker that is ready: without it nothing is served"
             raise DrainRefused(RefusalReason.LAST_DECODE_WORKER, message)
-        if place.life is Life.READY:
-            place.life = next_life(worker_id, place.life, Life.DRAINING)
-        place.role_before, place.role = place.role, to or place.role
+        place.stands_in = place.stands_in and to is Role.PREFILL
+        self._begin_drain(place, to or place.role)
         return place.ref
+
+    def _begin_drain(self, place: _Place, to: Role) -> None:
+        if place.life is Life.READY:
+            place.life = next_life(place.worker_id, place.life, Life.DRAINING)
+        place.role_before, place.role = place.role, to
 
     def drained(self, ref: WorkerRef, to: Role | None, *, done: bool) -> None:
         """The worker serves as `to`, or as before when it could not; without `to` it takes no work in any case."""
@@ -197,11 +224,15 @@ class Fleet:
         if place is None or place.role_before is None or self._stopping:
             return
         place.role, place.role_before = place.role if done else place.role_before, None
+        place.stands_in = place.stands_in and place.role is Role.DECODE
         if to is not None:
             place.life = next_life(ref.worker_id, place.life, Life.READY)
 
     def step(self, event: Event, now: float) -> list[Effect]:
         """What to do after `event`, which happened at `now` (monotonic seconds)."""
+        return [*self._react(event, now), *self._stand_ins()]
+
+    def _react(self, event: Event, now: float) -> list[Effect]:
         match event:
             case Wake():
                 return self._start_due(now)
@@ -213,6 +244,27 @@ class Fleet:
                 return self._stop()
             case _:
                 assert_never(event)
+
+    def _stand_ins(self) -> list[Effect]:
+        """Who is to stand in from now on, or no longer."""
+        places = self._places.values()
+        if not self._stand_in or self._stopping or any(it.role_before is not None for it in places):
+            return []
+        ready = [it for it in places if it.life is Life.READY]
+        decodes = [it for it in ready if it.role is Role.DECODE]
+        standing = [it for it in decodes if it.stands_in]
+        if standing and len(decodes) > len(standing):
+            return self._switch(standing[0], Role.PREFILL)
+        away = (Life.STARTING, Life.GONE)
+        being_replaced = any(it.role is Role.DECODE and it.has_served and it.life in away for it in places)
+        prefills = [it for it in ready if it.role is Role.PREFILL]
+        return self._switch(prefills[0], Role.DECODE) if prefills and not decodes and being_replaced else []
+
+    def _switch(self, place: _Place, to: Role) -> list[Effect]:
+        assert place.ref is not None
+        place.stands_in = True
+        self._begin_drain(place, to)
+        return [SwitchRole(place.ref, to)]
 
     def _start_due(self, now: float) -> list[Effect]:
         due = [place for place in self._places.values() if place.ref is None and place.due_s <= now]
@@ -228,7 +280,7 @@ class Fleet:
         if place is None:
             return []
         place.life = next_life(ref.worker_id, place.life, Life.READY)
-        place.ready_since_s = now
+        place.ready_since_s, place.has_served = now, True
         return []
 
     def _ended(self, ref: WorkerRef, reason: str, now: float) -> list[Effect]:
@@ -239,6 +291,8 @@ class Fleet:
             place.quick_deaths = 0
         place.life = next_life(ref.worker_id, place.life, Life.GONE)
         place.ref = place.role_before = None
+        if place.stands_in:
+            place.role, place.stands_in = Role.PREFILL, False
         place.due_s = now + self._backoff.delay_s(place.quick_deaths)
         place.quick_deaths += 1
         effects: list[Effect] = [ForgetWorker(ref, reason)]

@@ -49,7 +49,7 @@ class HostController:
         self._ray = RayRuntime.joined(config.ray_address)
         self._burial = HostBurial(self._ray, config.registry_addresses)
         self._deaths = DeathNotices(config.registry_addresses)
-        fleet = Fleet(config.roles, SystemRandom())
+        fleet = Fleet(config.roles, SystemRandom(), stand_in=config.stand_in)
         self._controller = Controller(fleet, self._spawn, config, self._heard, self._burial.bury, self._died)
         self._dead: deque[WorkerRef] = deque()
         self._keeping = False

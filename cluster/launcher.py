@@ -62,7 +62,7 @@ class Launcher:
         self._hosts = hosts or HostPaths()
         self._ray = RayRuntime.private(len(config.roles) + config.num_routers, folders.ray)
         self._valkey: EmbeddedValkey | None = None
-        fleet = Fleet(config.roles, SystemRandom())
+        fleet = Fleet(config.roles, SystemRandom(), stand_in=config.stand_in)
         self._deaths = DeathNotices(config.registry_addresses)
         self._controller = Controller(fleet, self._spawn_worker, config, self._heard, bury_here, self._deaths.died)
         self._service: grpc.aio.Server | None = None

@@ -362,6 +362,7 @@ def test_a_pod_that_goes_hands_its_stream_over_first(cluster: Cluster) -> None:
     going, host = host_that_streams(cluster, stream)
     assert cluster.leave(host, "decode") == 0
     assert not stream.done
+    wait_until(lambda: going.ref not in (item.worker.ref for item in streaming(cluster)), 10.0)  # it has said so
     other, _host = host_that_streams(cluster, stream)
     assert other.ref.worker_id != going.ref.worker_id  # so the end of that pod would cost nobody anything
     stream.join(60)

@@ -20,6 +20,7 @@ from cluster.fleet import (
     StartFailed,
     StartWorker,
     StopAsked,
+    SwitchRole,
     Wake,
     WakeAt,
     WorkerDied,
@@ -253,3 +254,66 @@ def test_a_worker_that_is_taken_over_is_watched_like_one_of_ours_and_not_started
     effects = fleet.step(WorkerDied(old, "killed"), 100.0)
     assert ForgetWorker(old, "killed") in effects
     assert [ref.worker_id for ref in started(effects)] == ["decode-0"]
+
+
+class StandIn:
+    """A prefill and a decode worker that are ready, with stand-ins."""
+
+    def __init__(self, *, stand_in: bool = True, wanted: tuple[tuple[str, Role], ...] = WANTED) -> None:
+        self.fleet = Fleet(wanted, Random(1), BACKOFF, stand_in=stand_in)
+        self.refs = {ref.worker_id: ref for ref in started(self.fleet.step(Wake(), 0.0))}
+        for ref in self.refs.values():  # prefill-0 first: nobody stands in for one that has never been there
+            assert self.switches(WorkerStarted(ref), 1.0) == []
+
+    def switches(self, event: Event, now: float = 2.0) -> list[tuple[str, Role]]:
+        effects = self.fleet.step(event, now)
+        self.refs |= {ref.worker_id: ref for ref in started(effects)}
+        return [(effect.ref.worker_id, effect.to) for effect in effects if isinstance(effect, SwitchRole)]
+
+    def die(self, worker_id: str) -> list[tuple[str, Role]]:
+        return self.switches(WorkerDied(self.refs[worker_id], "killed"))
+
+    def drained(self, to: Role, *, done: bool = True) -> list[tuple[str, Role]]:
+        self.fleet.drained(self.refs["prefill-0"], to, done=done)
+        return self.switches(Wake())
+
+
+def test_a_prefill_worker_stands_in_for_the_last_decode_worker_and_goes_back() -> None:
+    cluster = StandIn()
+    assert cluster.die("decode-0") == [("prefill-0", Role.DECODE)]
+    assert cluster.switches(Wake()) == []  # it is under way
+    assert cluster.drained(Role.DECODE) == []
+    assert cluster.fleet.role_of("prefill-0") is Role.DECODE
+    assert cluster.switches(WorkerStarted(cluster.refs["decode-0"])) == [("prefill-0", Role.PREFILL)]
+    assert cluster.drained(Role.PREFILL, done=False) == [("prefill-0", Role.PREFILL)]  # not idle in time: again
+    assert cluster.drained(Role.PREFILL) == []
+    assert cluster.fleet.role_of("prefill-0") is Role.PREFILL
+    assert cluster.die("decode-0") == [("prefill-0", Role.DECODE)]
+    assert cluster.drained(Role.DECODE, done=False) == [("prefill-0", Role.DECODE)]
+
+
+def test_one_that_stands_in_and_dies_starts_again_as_what_it_was() -> None:
+    cluster = StandIn()
+    cluster.die("decode-0")
+    cluster.drained(Role.DECODE)
+    effects = cluster.fleet.step(WorkerDied(cluster.refs["prefill-0"], "killed"), 2.0)
+    roles = [(it.ref.worker_id, it.role) for it in effects if isinstance(it, StartWorker)]
+    assert roles == [("prefill-0", Role.PREFILL)]
+
+
+def test_nobody_stands_in_where_another_decodes_or_an_operator_wants_it_so_or_all_ends() -> None:
+    assert StandIn(stand_in=False).die("decode-0") == []
+    assert StandIn(wanted=(*WANTED, ("decode-1", Role.DECODE))).die("decode-0") == []
+    drained = StandIn()
+    ref = drained.fleet.drain("decode-0", None, force=True)
+    drained.fleet.drained(ref, None, done=True)
+    assert drained.switches(Wake()) == []
+    stopping = StandIn()
+    stopping.switches(StopAsked())
+    assert stopping.die("decode-0") == []
+    asked = StandIn()
+    asked.die("decode-0")
+    asked.drained(Role.DECODE)
+    asked.fleet.drain("prefill-0", Role.DECODE, force=True)  # for good
+    asked.drained(Role.DECODE)
+    assert asked.switches(WorkerStarted(asked.refs["decode-0"])) == []
