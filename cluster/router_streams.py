@@ -7,14 +7,14 @@ earlier stream, which we may not know to be broken yet.
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable
 from typing import Final
 
 from cluster.cache_feed import CacheFeed
 from core.identity import pack_keys
 from core.membership import NOTHING_GIVEN, GivenWork, WorkerLoad
-from core.messages import Answer, Refused, ReserveBlocks, Reserved, StartGeneration, StartPrefill, StepOutput
+from core.messages import Answer, Refused, ReserveBlocks, Reserved, StartGeneration, StartPrefill, StepOutput, Turn
 from core.request import TokenDelta
 from engine.block_pool import BlockPool, CacheChanges
 
@@ -30,6 +30,7 @@ class RouterStream:
         self.requests: dict[str, GivenWork] = {}
         self.work = NOTHING_GIVEN  # all of them
         self.feed = CacheFeed()
+        self.turns: deque[Turn] = deque(maxlen=MAX_UNREAD)  # at other routers, that it is to be told of
 
 
 class RouterStreams:
@@ -68,6 +69,10 @@ class RouterStreams:
         work = GivenWork(1, num_tokens, 0 if isinstance(command, ReserveBlocks) else num_tokens)
         self._owner[request.request_id] = stream
         self._count(stream, request.request_id, work)
+        if not isinstance(command, StartPrefill) and not request.output_token_ids:  # once, where it is decoded
+            turn = Turn(request.tenant, request.priority > 0, request.num_choices, request.num_prompt_tokens)
+            for other in self._streams - {stream}:
+                other.turns.append(turn)
 
     def owns(self, request_id: str) -> bool:
         """Some router still waits for this request."""
@@ -116,7 +121,9 @@ class RouterStreams:
             elif stored or evicted:
                 stream.feed.begin_again()
             others = self._work - stream.work
-            stream.outbox.put_nowait(StepOutput(tuple(shares.get(stream, ())), load, others, cache))
+            turns = tuple(stream.turns)
+            stream.turns.clear()
+            stream.outbox.put_nowait(StepOutput(tuple(shares.get(stream, ())), load, others, cache, turns))
 
     def _count(self, stream: RouterStream, request_id: str, work: GivenWork) -> None:
         change = work - stream.requests.get(request_id, NOTHING_GIVEN)

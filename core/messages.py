@@ -109,14 +109,26 @@ class CacheEvents:
 
 
 @dataclass(frozen=True, slots=True)
+class Turn:
+    """A request had its turn at a router. batch: its priority is above 0."""
+
+    tenant: str
+    batch: bool
+    num_choices: int
+    prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class StepOutput:
     """What one engine step drew, and how load and cache of the worker are after it; once a second when idle. `others`:
-    what other routers than the one that is told have given the worker. `cache`: None where it is as before."""
+    what other routers than the one that is told have given the worker; `turns`: of these, what has begun since it was
+    told. `cache`: None where it is as before."""
 
     deltas: tuple[TokenDelta, ...]
     load: WorkerLoad
     others: GivenWork = NOTHING_GIVEN
     cache: CacheEvents | None = None
+    turns: tuple[Turn, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import assert_never
 
 from tandem.v1 import worker_pb2 as pb
@@ -27,6 +28,7 @@ from core.messages import (
     StartGeneration,
     StartPrefill,
     StepOutput,
+    Turn,
 )
 from kv_transfer.membership_codec import (
     decode_info,
@@ -93,12 +95,13 @@ def decode_command(message: pb.ConnectRequest) -> Command:
 def encode_answer(answer: Answer) -> pb.ConnectResponse:
     """Worker to router."""
     match answer:
-        case StepOutput(deltas, load, others, cache):
+        case StepOutput(deltas, load, others, cache, turns):
             step = pb.StepOutput(
                 deltas=[encode_delta(delta) for delta in deltas],
                 load=encode_load(load),
                 others=encode_work(others),
                 cache=None if cache is None else _encode_cache(cache),
+                turns=[pb.Turn(**asdict(turn)) for turn in turns],
             )
             return pb.ConnectResponse(step=step)
         case Reserved(request_id, ticket):
@@ -123,7 +126,8 @@ def decode_answer(message: pb.ConnectResponse) -> Answer:
             step = message.step
             deltas = tuple(decode_delta(delta) for delta in step.deltas)
             cache = _decode_cache(step.cache) if step.HasField("cache") else None
-            return StepOutput(deltas, decode_load(step.load), decode_work(step.others), cache)
+            turns = tuple(Turn(it.tenant, it.batch, it.num_choices, it.prompt_tokens) for it in step.turns)
+            return StepOutput(deltas, decode_load(step.load), decode_work(step.others), cache, turns)
         case "reserved":
             return Reserved(message.reserved.request_id, _decode_ticket(message.reserved.ticket))
         case "refused":

@@ -107,8 +107,9 @@ class Dispatcher:
 
     def _heard(self, worker: WorkerRef, answer: Answer, now: float) -> list[Effect]:
         match answer:
-            case StepOutput(deltas, load, others, cache):
+            case StepOutput(deltas, load, others, cache, turns):
                 self._view.heard(worker, load, others, now)
+                self.admission.served_elsewhere(turns)
                 missed = self._view.heard_cache(worker, cache, now)
                 effects: list[Effect] = [Send(worker, ResyncCache())] if missed else []
                 return effects + [effect for delta in deltas for effect in self._tokens(worker, delta, now)]

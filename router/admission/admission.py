@@ -9,12 +9,14 @@ A request that goes on elsewhere passes by all of this but 3: it had its turn.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
 from core.errors import Rejected, RejectReason
 from core.identity import Adapter
 from core.membership import Role
+from core.messages import Turn
 from core.request import GenerateRequest
 from router.admission.fair_line import Waiting
 from router.admission.forecast import AfterTurn, DrainRate, ExpectedCost
@@ -87,6 +89,12 @@ class Admission:
         self._drain.served(item.cost, now)
         self._note_empty()
         return item.request_id
+
+    def served_elsewhere(self, turns: Iterable[Turn]) -> None:
+        """Requests that had their turn at other routers: their tenants have had it."""
+        for turn in turns:
+            band = Band.BATCH if turn.batch else Band.INTERACTIVE
+            self.line.charge(turn.tenant, band, self.expected.of_turn(turn))
 
     def first_token(self, request: GenerateRequest, now: float) -> None:
         """A request of the caller's has its first token."""

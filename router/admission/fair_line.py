@@ -18,6 +18,7 @@ from typing import Final
 from router.admission.policy import Band
 
 QUANTUM_TOKENS: Final = 32
+MOST_DEBT: Final = 256  # quanta, for what a tenant got elsewhere
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +91,12 @@ class FairLine:
                 return head
             tenant.saved += self._quantum(head.tenant)
             self._ring.rotate(-1)
+
+    def charge(self, tenant: str, cost: int) -> None:
+        """It got so much elsewhere. Whoever waits nowhere else does not pay for that for ever."""
+        known = self._tenants.get(tenant)
+        if known is not None:
+            known.saved = max(known.saved - cost, -MOST_DEBT * self._quantum(tenant))
 
     def oldest_s(self) -> float:
         """When the one came that waits longest; infinity when none waits."""

@@ -6,6 +6,7 @@ import math
 from collections import OrderedDict
 from typing import Final
 
+from core.messages import Turn
 from core.request import GenerateRequest
 
 FIRST_GUESS: Final = 256.0  # output tokens of a choice, of a tenant that has not shown any yet
@@ -26,6 +27,10 @@ class ExpectedCost:
     def of(self, request: GenerateRequest) -> int:
         expected = self._mean_output.get(request.tenant, FIRST_GUESS)
         return request.num_prompt_tokens + request.num_choices * math.ceil(min(expected, request.stop.max_tokens))
+
+    def of_turn(self, turn: Turn) -> int:
+        """Of one that another router serves; without its output, where none of its tenant's has ended here."""
+        return turn.prompt_tokens + turn.num_choices * math.ceil(self._mean_output.get(turn.tenant, 0.0))
 
     def learn(self, tenant: str, output_tokens: int) -> None:
         """A choice of `tenant` has ended by itself."""

@@ -63,6 +63,10 @@ class Line:
         if item is not None:
             self._bands[item.band].remove(item)
 
+    def charge(self, tenant: str, band: Band, cost: int) -> None:
+        """It got so much at another router."""
+        self._bands[band].charge(tenant, cost)
+
     def pop(self, now: float) -> Waiting:
         """Take out the next one; the queue must not be empty."""
         interactive, batch = self._bands[Band.INTERACTIVE], self._bands[Band.BATCH]

@@ -79,5 +79,5 @@ def test_what_cannot_be_is_refused_by_name(
 ) -> None:
     assert role(two_decodes, *arguments) in (1, 2)
     error = capsys.readouterr().err
-    assert "decode-9" in error or "timeout_s" in error
+    assert "decode-9" in error or "--timeout" in error
     assert {worker.life for worker in two_decodes.workers().values()} == {"ready"}

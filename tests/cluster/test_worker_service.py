@@ -17,7 +17,7 @@ from cluster.router_streams import RouterStream, RouterStreams
 from cluster.worker_service import WorkerServicer
 from core.handoff import HandoffTicket
 from core.membership import GivenWork, WorkerLoad, WorkerRef
-from core.messages import CancelRequest, Command, ReserveBlocks, StartGeneration, StartPrefill
+from core.messages import CancelRequest, Command, ReserveBlocks, StartGeneration, StartPrefill, Turn
 from core.request import GenerateRequest, SamplingParams, StopConditions, TokenDelta
 from engine.block_pool import BlockPool, CacheChanges
 from kv_transfer.membership_codec import encode_ref
@@ -142,6 +142,24 @@ def test_each_router_is_told_what_the_others_gave() -> None:
     streams.step((), WorkerLoad(), NO_CHANGES)
     assert one.outbox.get_nowait().others == nothing
     assert streams.close(one) == ["b"]
+
+
+def test_each_router_is_told_once_what_began_at_the_others() -> None:
+    """A request where it is decoded, and none that goes on from earlier tokens: it had its turn before."""
+    streams = RouterStreams(BlockPool(1))
+    (one, _), (two, _) = streams.open("router-0"), streams.open("router-1")
+    streams.own(one, StartGeneration(replace(REQUEST, request_id="a", tenant="acme", priority=2, num_choices=3)))
+    streams.own(one, StartGeneration(replace(REQUEST, request_id="b", output_token_ids=(7,))))
+    streams.own(two, ReserveBlocks(replace(REQUEST, request_id="c"), "c", ME))
+    streams.own(two, StartPrefill(replace(REQUEST, request_id="d"), HandoffTicket("d", ME, 1, 0, ())))
+
+    def told() -> list[tuple[Turn, ...]]:
+        streams.step((), WorkerLoad(), NO_CHANGES)
+        return [stream.outbox.get_nowait().turns for stream in (one, two)]
+
+    num_tokens = REQUEST.num_prompt_tokens
+    assert told() == [(Turn("", False, 1, num_tokens),), (Turn("acme", True, 3, num_tokens),)]
+    assert told() == [(), ()]
 
 
 async def test_a_router_that_says_nothing_for_long_has_nothing_here_any_more(monkeypatch: pytest.MonkeyPatch) -> None:

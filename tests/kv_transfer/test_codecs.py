@@ -10,7 +10,7 @@ from tandem.v1 import worker_pb2 as pb
 from core.errors import BadRequest
 from core.identity import Adapter, CacheIdentity
 from core.membership import GivenWork, WorkerLoad, WorkerRef
-from core.messages import StartGeneration, StepOutput
+from core.messages import StartGeneration, StepOutput, Turn
 from core.request import (
     FinishReason,
     GenerateRequest,
@@ -73,6 +73,7 @@ GRAMMAR = Grammar(GrammarKind.JSON_SCHEMA, "{}")
 REQUEST = GenerateRequest(
     "r1", (1, 2, 3), SAMPLING, STOP, "salt", "tenant", priority=-3, num_choices=4, grammar=GRAMMAR, prompt_logprobs=0
 )
+TURNS = (Turn("acme", True, 3, 70_000), Turn("", False, 1, 5))
 DELTA = TokenDelta(
     request_id="r1",
     position=3,
@@ -102,7 +103,7 @@ def test_requests_and_deltas_come_out_whole() -> None:
     bare = replace(REQUEST, sampling=SamplingParams())
     assert over_the_wire(bare) == bare
     assert all(getattr(DELTA, item.name) != item.default for item in fields(TokenDelta)), "a field is not tried"
-    answer = StepOutput((DELTA, TokenDelta("r2", 0, (1,))), WorkerLoad(), GivenWork(1, 2, 3))
+    answer = StepOutput((DELTA, TokenDelta("r2", 0, (1,))), WorkerLoad(), GivenWork(1, 2, 3), turns=TURNS)
     assert decode_answer(pb.ConnectResponse.FromString(encode_answer(answer).SerializeToString())) == answer
 
 

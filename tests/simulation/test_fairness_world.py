@@ -25,16 +25,20 @@ OTHER, VICTIM = "other", "victim"
 RATE = 2.0  # of the victim, in a second; the other one's share is what that leaves
 
 
-def load(seed: int, rates: dict[str, float], load_s: float = LOAD_S, rest_s: float = REST_S) -> dict[str, list[Client]]:
+def load(
+    seed: int, rates: dict[str, float], load_s: float = LOAD_S, rest_s: float = REST_S, num_routers: int = 1
+) -> dict[str, list[Client]]:
     """The clients of each tenant, whose requests come at random, `rates` of them in a second."""
-    world = World(seed, NO_FAULTS, dispatch=replace(DISPATCH, max_open_requests=4096))
+    dispatch = replace(DISPATCH, max_open_requests=4096)
+    world = World(seed, NO_FAULTS, num_routers=num_routers, dispatch=dispatch)
     clients: dict[str, list[Client]] = {tenant: [] for tenant in rates}
 
     def ask(tenant: str, number: int, rng: random.Random) -> None:
         prompt = tuple(rng.randrange(1000) for _ in range(rng.randrange(15, 25)))
         stop = StopConditions(max_tokens=rng.randrange(4, 9))
         request = GenerateRequest(f"{tenant}{number}", prompt, SamplingParams(0.0), stop, tenant=tenant)
-        clients[tenant].append(world.ask(world.routers[0], request))
+        router = 0 if tenant == VICTIM else number % num_routers
+        clients[tenant].append(world.ask(world.routers[router], request))
 
     for tenant, rate in rates.items():
         rng, at_s, number = random.Random(f"{seed} {tenant}"), 2.0, 0  # the same whatever the others do
@@ -44,6 +48,12 @@ def load(seed: int, rates: dict[str, float], load_s: float = LOAD_S, rest_s: flo
     world.run_until(load_s + rest_s)
     world.check_over()
     return clients
+
+
+def ask_two_routers(times_the_share: float) -> dict[str, list[Client]]:
+    """The victim's requests all come to one router, the other tenant's to either."""
+    rates = {VICTIM: RATE, OTHER: times_the_share * (CAPACITY - RATE)}
+    return load(SEEDS[0], rates, load_s=40.0, num_routers=2)
 
 
 def ttfts_s(clients: Iterable[Client]) -> list[float]:
@@ -154,3 +164,13 @@ def test_without_turns_or_without_a_bound_it_would(
     monkeypatch.setattr(owner, name, planted)
     clients = load(SEEDS[0], {VICTIM: RATE, OTHER: 10 * (CAPACITY - RATE)}, load_s=30.0, rest_s=80.0)
     assert p95_s(clients[VICTIM]) > 3 * p95_s(of(VICTIM, before))
+
+
+def test_one_that_sends_to_two_routers_pays_at_each_for_what_it_got_at_the_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before, after = (ask_two_routers(times) for times in (1.0, 10.0))
+    assert all(client.finished for client in before[VICTIM] + after[VICTIM])
+    assert p95_s(after[VICTIM]) < 1.6 * p95_s(before[VICTIM])  # 2.7 s and 2.0 s: each router has its own prompts out
+    monkeypatch.setattr(FairLine, "charge", lambda *_: None)  # 7.4 s
+    assert p95_s(ask_two_routers(10.0)[VICTIM]) > 2 * p95_s(after[VICTIM])

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.admission.fair_line import QUANTUM_TOKENS, FairLine, Waiting
+from router.admission.fair_line import MOST_DEBT, QUANTUM_TOKENS, FairLine, Waiting
 from router.admission.policy import Band
 
 costs = st.integers(1, 4 * QUANTUM_TOKENS)
@@ -106,3 +106,22 @@ def test_what_goes_before_a_newcomer_is_its_own_and_as_much_of_each_other() -> N
     assert line.tokens_before("quiet", 100) == 300 + 400
     assert line.tokens_before("heavy", 100) == 50 + 50
     assert line.tokens_before("heavy", 100, {"quiet": 1000.0, "new": 7.0, "heavy": 9.0}) == 50 + 50 + 7
+
+
+def test_a_tenant_pays_for_what_it_got_elsewhere_and_not_for_ever() -> None:
+    line = FairLine(lambda _tenant: 1.0)
+    line.charge("busy", 1000)  # nothing of it waits here: nothing is owed
+    for number in range(3 * MOST_DEBT):
+        for tenant in ("busy", "quiet"):
+            line.push(item(tenant, number, QUANTUM_TOKENS))
+    assert served_by_tenant(line, 20 * QUANTUM_TOKENS)["busy"] == 10 * QUANTUM_TOKENS
+    line.charge("busy", 40 * QUANTUM_TOKENS)
+    assert served_by_tenant(line, 40 * QUANTUM_TOKENS)["busy"] <= QUANTUM_TOKENS
+    assert served_by_tenant(line, 20 * QUANTUM_TOKENS)["busy"] >= 9 * QUANTUM_TOKENS
+    line.charge("busy", 10**9)
+    served_by_tenant(line, MOST_DEBT * QUANTUM_TOKENS)
+    assert served_by_tenant(line, 20 * QUANTUM_TOKENS)["busy"] >= 9 * QUANTUM_TOKENS
+    alone = FairLine(lambda _tenant: 1.0)
+    alone.push(item("busy", 0, QUANTUM_TOKENS))
+    alone.charge("busy", 1000)
+    assert alone.pop().tenant == "busy"  # nobody waits for it to pay

@@ -257,16 +257,30 @@ class ConnectResponse(_message.Message):
     def __init__(self, step: _Optional[_Union[StepOutput, _Mapping]] = ..., reserved: _Optional[_Union[Reserved, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., peer_connected: _Optional[_Union[PeerConnected, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ..., serving: _Optional[_Union[Serving, _Mapping]] = ...) -> None: ...
 
 class StepOutput(_message.Message):
-    __slots__ = ("deltas", "load", "others", "cache")
+    __slots__ = ("deltas", "load", "others", "cache", "turns")
     DELTAS_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     OTHERS_FIELD_NUMBER: _ClassVar[int]
     CACHE_FIELD_NUMBER: _ClassVar[int]
+    TURNS_FIELD_NUMBER: _ClassVar[int]
     deltas: _containers.RepeatedCompositeFieldContainer[TokenDelta]
     load: WorkerLoad
     others: GivenWork
     cache: CacheEvents
-    def __init__(self, deltas: _Optional[_Iterable[_Union[TokenDelta, _Mapping]]] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., others: _Optional[_Union[GivenWork, _Mapping]] = ..., cache: _Optional[_Union[CacheEvents, _Mapping]] = ...) -> None: ...
+    turns: _containers.RepeatedCompositeFieldContainer[Turn]
+    def __init__(self, deltas: _Optional[_Iterable[_Union[TokenDelta, _Mapping]]] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., others: _Optional[_Union[GivenWork, _Mapping]] = ..., cache: _Optional[_Union[CacheEvents, _Mapping]] = ..., turns: _Optional[_Iterable[_Union[Turn, _Mapping]]] = ...) -> None: ...
+
+class Turn(_message.Message):
+    __slots__ = ("tenant", "batch", "num_choices", "prompt_tokens")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    BATCH_FIELD_NUMBER: _ClassVar[int]
+    NUM_CHOICES_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    batch: bool
+    num_choices: int
+    prompt_tokens: int
+    def __init__(self, tenant: _Optional[str] = ..., batch: _Optional[bool] = ..., num_choices: _Optional[int] = ..., prompt_tokens: _Optional[int] = ...) -> None: ...
 
 class GivenWork(_message.Message):
     __slots__ = ("num_requests", "num_tokens", "prompt_tokens")
