@@ -50,13 +50,18 @@ def floor() -> Iterator[Gateway]:
 
 @contextmanager
 def tandem(
-    folder: Path, token_ids: list[int], num_workers: int, settings: Mapping[str, str] | None = None
+    folder: Path,
+    token_ids: list[int],
+    num_workers: int,
+    settings: Mapping[str, str] | None = None,
+    step_s: float = 0.0,
 ) -> Iterator[Gateway]:
-    """settings: of the router, in its environment."""
+    """settings: of the router, in its environment. step_s: of the workers, as bench/router/stub_worker.py."""
     http, grpc, registry = free_ports(3)
     command = [sys.executable, "-m", "cluster.main", "router", "--model", str(folder), "--model-name", MODEL_NAME]
     command += ["--http-port", str(http), "--grpc-port", str(grpc), "--registry-port", str(registry)]
-    worker = [sys.executable, "-m", "bench.router.stub_worker", f"127.0.0.1:{registry}", *map(str, token_ids)]
+    worker = [sys.executable, "-m", "bench.router.stub_worker", f"127.0.0.1:{registry}", str(step_s)]
+    worker += map(str, token_ids)
     with ExitStack() as stack:
         pid = stack.enter_context(_process(command, ROUTER_CORE, settings))
         for _ in range(num_workers):

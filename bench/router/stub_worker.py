@@ -1,7 +1,7 @@
-"""A worker of Tandem without a model: `python -m bench.router.stub_worker REGISTRY TOKEN_ID...`.
+"""A worker of Tandem without a model: `python -m bench.router.stub_worker REGISTRY STEP_S TOKEN_ID...`.
 
 It announces itself as a decode worker, computes nothing, and gives each open request one token a step, as an engine
-does: as many steps as the router reads. The tokens are those named, in turn.
+does: a step each STEP_S seconds, or with 0 as many as the router reads. The tokens are those named, in turn.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ IDLE_S = 1.0  # what silence of ours would be taken for death
 
 
 class StubWorker(pb_grpc.WorkerServiceServicer):
-    def __init__(self, token_ids: list[int]) -> None:
+    def __init__(self, step_s: float, token_ids: list[int]) -> None:
+        self._step_s = step_s
         self._token_ids = token_ids
         self._open: dict[str, tuple[int, int]] = {}  # tokens out and tokens wanted, by attempt
         self._prompts: dict[str, int] = {}  # lengths of those whose first token is not out
@@ -38,6 +39,8 @@ class StubWorker(pb_grpc.WorkerServiceServicer):
         try:
             while True:
                 yield encode_answer(StepOutput(tuple(self._step()), WorkerLoad(free_blocks=1 << 20)))
+                if self._step_s:
+                    await asyncio.sleep(self._step_s)
                 if not self._open:
                     self._news.clear()
                     with suppress(TimeoutError):
@@ -80,9 +83,9 @@ class StubWorker(pb_grpc.WorkerServiceServicer):
         return deltas
 
 
-async def main(registry: str, token_ids: list[int]) -> None:
+async def main(registry: str, step_s: float, token_ids: list[int]) -> None:
     server = grpc.aio.server(options=(("grpc.max_receive_message_length", 64 << 20),))
-    pb_grpc.add_WorkerServiceServicer_to_server(StubWorker(token_ids), server)
+    pb_grpc.add_WorkerServiceServicer_to_server(StubWorker(step_s, token_ids), server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     ref = WorkerRef(f"decode-{port}", "1")
@@ -96,4 +99,4 @@ async def main(registry: str, token_ids: list[int]) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1], [int(item) for item in sys.argv[2:]]))
+    asyncio.run(main(sys.argv[1], float(sys.argv[2]), [int(item) for item in sys.argv[3:]]))

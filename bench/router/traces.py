@@ -27,6 +27,7 @@ RATIOS: Final = (0.0, 0.01, 1.0)
 NUM_REQUESTS: Final = 300  # of a turn
 PROMPT_TOKENS: Final = 100
 SEND_DELAY_MS: Final = 200
+STEP_S: Final = 0.01  # of the workers: without it, streams that began sooner run ahead alone, in messages of few tokens
 
 
 async def traces(rounds: int, num_streams: int, stream_tokens: int) -> None:
@@ -40,7 +41,7 @@ async def traces(rounds: int, num_streams: int, stream_tokens: int) -> None:
             endpoint, num_batches = stack.enter_context(_collector())
             settings = {"TANDEM_TRACE_RATIO": str(ratio), "OTEL_BSP_SCHEDULE_DELAY": str(SEND_DELAY_MS)}
             settings |= {"TANDEM_TRACE_ENDPOINT": endpoint} if ratio else {}
-            gateway = stack.enter_context(tandem(folder, list(words.values()), NUM_WORKERS, settings))
+            gateway = stack.enter_context(tandem(folder, list(words.values()), NUM_WORKERS, settings, STEP_S))
             cases.append(Case(f"{ratio:.0%} traced", gateway, client.http))
             batches.append(num_batches)
         try:
