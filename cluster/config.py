@@ -77,6 +77,12 @@ class ClusterConfig:
     are 720 MiB in float32."""
     block_size: int = 16
     """Tokens in a block."""
+    host_cache_bytes: int = 0
+    """Host memory in which each worker keeps cached blocks that its KV pool has no room for; 0: none."""
+    disk_cache_bytes: int = 0
+    """Room on a disk for those that this has no room for, of each worker; needs `host_cache_bytes`. 0: none."""
+    disk_cache_folder: Path | None = None
+    """Folder, the same on each host, where each worker makes a file for them; it has no name and ends with it."""
     tensor_parallel_size: int = 1
     """GPUs of each worker, on one host, which share its model. It must divide the model's KV heads, hidden size,
     intermediate size and vocabulary."""

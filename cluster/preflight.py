@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import shutil
+import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -66,6 +68,21 @@ def require_adapters(folders: Mapping[str, Path]) -> None:
             adapter_digest(folder)
     except BadModel as error:
         raise BadRequest("adapters", str(error)) from error
+
+
+def require_disk_cache(config: ClusterConfig) -> None:
+    """Raises: BadRequest: its folder cannot be written, or has less room than all workers here take."""
+    folder = config.disk_cache_folder
+    if folder is None:
+        return
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        raise BadRequest("disk_cache_folder", f"{folder} cannot be written: {error}") from error
+    num_bytes = config.disk_cache_bytes * len(config.roles)
+    if num_bytes > free:
+        raise BadRequest("disk_cache_bytes", f"{num_bytes} of all workers, but {folder} has {free} free")
 
 
 def require_policy(file: Path | None) -> None:

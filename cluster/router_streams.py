@@ -11,8 +11,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterable
 from typing import Final
 
-from cluster.cache_feed import CacheFeed
-from core.identity import pack_keys
+from cluster.cache_feed import NO_NEWS, CacheFeed, packed
 from core.membership import NOTHING_GIVEN, GivenWork, WorkerLoad
 from core.messages import Answer, Refused, ReserveBlocks, Reserved, StartGeneration, StartPrefill, StepOutput, Turn
 from core.request import TokenDelta
@@ -113,12 +112,12 @@ class RouterStreams:
                 work = owner.requests[delta.request_id]
                 if work.prompt_tokens:  # its first token is here
                     self._count(owner, delta.request_id, GivenWork(1, work.num_tokens))
-        stored, evicted = pack_keys(changes.stored), pack_keys(changes.evicted)
+        news = packed(changes)
         for stream in self._streams:
             cache = None
             if stream.outbox.qsize() < MAX_UNREAD:
-                cache = stream.feed.next(stored, evicted, self._pool)
-            elif stored or evicted:
+                cache = stream.feed.next(news, self._pool)
+            elif news != NO_NEWS:
                 stream.feed.begin_again()
             others = self._work - stream.work
             turns = tuple(stream.turns)

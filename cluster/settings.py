@@ -34,7 +34,7 @@ def load_cluster_config(file: Path | None, overrides: Mapping[str, Any], default
     values = {"model_folder": default_model, **from_file, **_environment(), **overrides}
     if values.get("aggregated") and values.get("num_prefill"):
         raise BadRequest("num_prefill", "an aggregated cluster has no prefill workers: leave it out")
-    for name in ("model_folder", "policy_file"):
+    for name in ("model_folder", "policy_file", "disk_cache_folder"):
         if isinstance(values.get(name), str):
             values[name] = Path(values[name])
     if isinstance(values.get("adapters"), Mapping):
@@ -46,8 +46,12 @@ def load_cluster_config(file: Path | None, overrides: Mapping[str, Any], default
             raise BadRequest(name, f"is not a setting; {meant} is one" if meant else f"is none of {', '.join(hints)}")
         values[name] = _typed(name, value, hints[name])
     config = ClusterConfig(**values)
-    policy_file = config.policy_file and _absolute("policy_file", config.policy_file)
-    return replace(config, model_folder=_absolute("model_folder", config.model_folder), policy_file=policy_file)
+    return replace(
+        config,
+        model_folder=_absolute("model_folder", config.model_folder),
+        policy_file=config.policy_file and _absolute("policy_file", config.policy_file),
+        disk_cache_folder=config.disk_cache_folder and _absolute("disk_cache_folder", config.disk_cache_folder),
+    )
 
 
 def variable(field: str) -> str:

@@ -16,6 +16,7 @@ from kv_transfer.redis_url import RedisUrl
 
 DTYPES: Final = ("float32", "bfloat16")
 OWN_ADDRESS: Final = "auto"
+MAX_CACHE_BYTES: Final = 1 << 46
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,12 @@ class WorkerConfig:
     """KV blocks of the pool."""
     block_size: int = 16
     """Tokens in a block."""
+    host_cache_bytes: int = 0
+    """As in ClusterConfig."""
+    disk_cache_bytes: int = 0
+    """As in ClusterConfig."""
+    disk_cache_folder: Path | None = None
+    """As in ClusterConfig."""
     token_budget: int = 256
     """Most tokens of one engine step."""
     prefill_delay_steps: int = 0
@@ -115,6 +122,14 @@ class WorkerConfig:
         require_range("metrics_port", self.metrics_port, 0, 65535)
         require_range("num_blocks", self.num_blocks, 1, 1 << 22)
         require_range("block_size", self.block_size, 1, 256)
+        require_range("host_cache_bytes", self.host_cache_bytes, 0, MAX_CACHE_BYTES)
+        require_range("disk_cache_bytes", self.disk_cache_bytes, 0, MAX_CACHE_BYTES)
+        if (self.disk_cache_folder is None) is not (self.disk_cache_bytes == 0):
+            raise BadRequest("disk_cache_folder", "must be given with disk_cache_bytes, and only then")
+        if self.disk_cache_bytes and not self.host_cache_bytes:
+            raise BadRequest(
+                "disk_cache_bytes", "needs host_cache_bytes: blocks go to the disk and come back by the host"
+            )
         require_range("token_budget", self.token_budget, 1, 65536)
         _ = self.scheduling
         if self.redis_url is not None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from cluster.worker_config import WorkerConfig
+from cluster.worker_tiers import Tiers, build_tiers
 from core.errors import RankLost
 from core.identity import SCHEMA_REVISION, Adapter, CacheIdentity
 from core.request import GenerateRequest
@@ -35,6 +36,7 @@ class Engine:
     identity: CacheIdentity
     block_bytes: int
     adapters: frozenset[Adapter]
+    tiers: Tiers | None
 
 
 def build_engine(config: WorkerConfig, on_rank_lost: Callable[[RankLost], None] = lambda _lost: None) -> Engine:
@@ -82,10 +84,13 @@ def _build(config: WorkerConfig, on_rank_lost: Callable[[RankLost], None]) -> En
     def watch(request: GenerateRequest) -> StopWatch:
         return TextStopWatch(request.stop, tokenizer.decoder())
 
-    pool = BlockPool(config.num_blocks)
+    tiers = build_tiers(config, runner)
+    pool = BlockPool(config.num_blocks, tiers.decisions if tiers else None)
     limits = ModelLimits(config.block_size, runner.max_context_tokens, tuple(tokenizer.eos_token_ids))
     grammars = GrammarCompiler(tokenizer, runner.vocab_size)
     scheduler = Scheduler(
         config.scheduling, pool, limits, identity.digest(), watch, grammars.matcher, adapters.values()
     )
-    return Engine(runner, pool, scheduler, grammars, identity, geometry.block_bytes, frozenset(adapters.values()))
+    return Engine(
+        runner, pool, scheduler, grammars, identity, geometry.block_bytes, frozenset(adapters.values()), tiers
+    )

@@ -101,6 +101,9 @@ class WorkerHost:
         listener.pushed, listener.landed, listener.verified = self._pushed, self._metrics.landed, self._metrics.verified
         await self._listen()
         self._tasks.watch(self._loop.start())
+        self._tier_driver = self._engine.tiers.driver(self._blocks_read) if self._engine.tiers else None
+        if self._tier_driver is not None:
+            self._tasks.watch(self._tier_driver.start())
         announcing = with_each_router(config.router_addresses, partial(announce_forever, self._read_self))
         for work in (announcing, self._tick_forever(), self._refresh_index_forever()):
             self._tasks.spawn(work)
@@ -126,6 +129,8 @@ class WorkerHost:
         await self._peers.close()
         await self._server.stop(grace=0.2)
         await self._loop.stop()
+        if self._tier_driver is not None:
+            await self._tier_driver.stop()
         await self._transfer.driver.close(timeout_s=2.0)
         await self._index.close()
         self._metrics_server.shutdown()
@@ -196,6 +201,7 @@ class WorkerHost:
             metrics_address=f"{host}:{self._metrics_server.server_port}",
             nvlink_domain=self._config.nvlink_domain,
             adapters=engine.adapters,
+            num_tier_blocks=sum(engine.pool.tiers.num_slots.values()),
         )
 
     # --- what happens -------------------------------------------------------------------------------------------
@@ -265,6 +271,11 @@ class WorkerHost:
 
     def _wake(self) -> None:
         self._loop.wake()
+
+    def _blocks_read(self) -> None:
+        """Some of what requests wait for has come from the disk, or never will: they may have room now."""
+        self._role.service.tick()
+        self._wake()
 
     def _introduce(self) -> None:
         """To a router whose stream has opened."""

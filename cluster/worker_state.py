@@ -41,6 +41,10 @@ def read_state(
         index_lookups=index.stats.lookups,
         index_hit_blocks=index.stats.hit_blocks,
         index_failures=index.stats.failures,
+        cache_hit_blocks=engine.pool.hit_blocks,
+        cache_blocks=engine.pool.num_cached_by_tier(),
+        cache_damaged_blocks=engine.pool.tiers.num_damaged,
+        block_bytes=engine.block_bytes,
         price_per_hour=price_per_hour or None,
         energy_joules=None if energy is None else energy.joules(),
     )

@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Final
 
 MIN_FETCHED_BLOCKS: Final = 4  # of a prefix: of fewer, a prefill worker computes the tokens itself
+
+
+class CacheTier(StrEnum):
+    """Where a worker has a cached block: in its KV pool, or below it. Metric label."""
+
+    DEVICE = "device"
+    HOST = "host"
+    DISK = "disk"
 
 
 def num_blocks_for(num_tokens: int, block_size: int) -> int:

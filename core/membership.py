@@ -77,6 +77,7 @@ class WorkerInfo:
     metrics_address: str = ""
     nvlink_domain: str = ""  # workers of one domain reach each other's GPUs by NVLink; empty: not known
     adapters: frozenset[Adapter] = frozenset()  # that it can add to the model for a request
+    num_tier_blocks: int = 0  # that it can cache beside those of its pool
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,14 +98,18 @@ class CacheEvents:
     """Which blocks became findable on a worker, and which ceased to be: advice for routing.
 
     sequence: counts the events of one stream; after a gap what was said is no longer known to hold.
-    reset: nothing said before holds; all that is cached follows, as stored blocks of this and of later events.
-    stored, evicted: routing keys (core.identity.pack_keys); no key is in both.
+    reset: nothing said before holds; all that is cached follows, in this and in later events.
+    stored, evicted: routing keys (core.identity.pack_keys) of blocks that are on the device now, or no longer; no key
+        is in both. host, disk: of blocks that are now there, to be looked at after `evicted`, which has them too where
+        they were elsewhere before: so a router of an earlier release, which knows no tiers, forgets them.
     """
 
     sequence: int
     stored: bytes
     evicted: bytes
     reset: bool = False
+    host: bytes = b""
+    disk: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,57 +7,53 @@ Every block is in exactly one of three places:
 - quarantined: a write from a peer may still come; nobody may have it.
 
 free + used + quarantined = total, always (`check`).
+
+A cached block that is taken for something else goes to the tiers below (engine/cache_tiers.py), where there are any,
+and comes back into a fresh block when it is hit there.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
+from core.blocks import CacheTier
 from core.errors import InvariantBroken
 from core.identity import BlockHash
+from engine.cache_tiers import CacheTiers, NoCopies
 
 
 @dataclass(frozen=True, slots=True)
 class CacheChanges:
-    """Hashes that became findable in this worker, or ceased to be, since the last look."""
+    """Blocks that are elsewhere than at the last look; one that came and went in between is none of them.
+
+    stored: on the device now. evicted: no longer; of these, host and disk are now there.
+    """
 
     stored: tuple[BlockHash, ...]
     evicted: tuple[BlockHash, ...]
-
-
-@dataclass(slots=True)
-class _Changes:
-    """Net changes: a hash stored and evicted between two looks is in neither."""
-
-    stored: dict[BlockHash, None] = field(default_factory=dict)
-    evicted: dict[BlockHash, None] = field(default_factory=dict)
-
-    def store(self, block_hash: BlockHash) -> None:
-        if block_hash in self.evicted:
-            del self.evicted[block_hash]
-        else:
-            self.stored[block_hash] = None
-
-    def evict(self, block_hash: BlockHash) -> None:
-        if block_hash in self.stored:
-            del self.stored[block_hash]
-        else:
-            self.evicted[block_hash] = None
+    host: tuple[BlockHash, ...] = ()
+    disk: tuple[BlockHash, ...] = ()
 
 
 class BlockPool:
-    """Hands out block ids in [0, num_blocks). Touches no memory: the KV bytes are the runner's."""
+    """Hands out block ids in [0, num_blocks). Touches no memory: the KV bytes are the runner's, which `tiers` copies.
 
-    def __init__(self, num_blocks: int) -> None:
+    hit_blocks: found by `acquire`, in all, by the tier that they were in.
+    """
+
+    def __init__(self, num_blocks: int, tiers: CacheTiers | None = None) -> None:
         self.num_blocks = num_blocks
+        self.tiers = tiers or CacheTiers(NoCopies(), 0)
+        self.tiers.on_move = self._note
+        self.hit_blocks = dict.fromkeys(CacheTier, 0)
         self._references = [0] * num_blocks
         self._hash_of: list[BlockHash | None] = [None] * num_blocks
         self._cached: dict[BlockHash, int] = {}
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._quarantined: set[int] = set()
-        self._changes = _Changes()
+        self._was: dict[BlockHash, CacheTier | None] = {}  # at the last look, of those that may have moved since
 
     @property
     def num_free(self) -> int:
@@ -75,8 +71,12 @@ class BlockPool:
     def num_references(self, block: int) -> int:
         return self._references[block]
 
+    def place(self, block_hash: BlockHash) -> CacheTier | None:
+        """Where it is cached; None: nowhere here."""
+        return CacheTier.DEVICE if block_hash in self._cached else self.tiers.place(block_hash)
+
     def match(self, hashes: Sequence[BlockHash]) -> list[int]:
-        """Blocks of the longest leading run of `hashes` held here. Takes no reference."""
+        """Blocks of the longest leading run of `hashes` held here, on the device. Takes no reference."""
         found = []
         for block_hash in hashes:
             block = self._cached.get(block_hash)
@@ -85,21 +85,43 @@ class BlockPool:
             found.append(block)
         return found
 
+    def num_cached(self, hashes: Iterable[BlockHash]) -> int:
+        """Blocks of the longest leading run of `hashes` that any tier holds."""
+        return sum(1 for _place in self._places(hashes))
+
+    def fetch(self, hashes: Iterable[BlockHash]) -> int:
+        """Have read from the disk what only that holds of the leading run. Returns: a number for `is_fetched`."""
+        return self.tiers.read([h for h, place in self._places(hashes) if place is not CacheTier.DEVICE])
+
+    def is_fetched(self, number: int) -> bool:
+        """What `fetch` numbered so can be acquired, as far as it is still there."""
+        return self.tiers.is_read(number)
+
     def acquire(
         self, hashes: Sequence[BlockHash], num_blocks: int, keep_free: int = 0
     ) -> tuple[list[int], list[int]] | None:
         """Take a reference on every cached block of the leading run of `hashes`, and fresh blocks up to `num_blocks`.
 
-        At least `keep_free` blocks stay free.
+        Blocks of the run that only the host has are copied into fresh ones, and are hits too. At least `keep_free`
+        blocks stay free.
 
         Returns: (hit blocks, fresh blocks), or None, with nothing changed, when there is not enough room.
         """
-        hits = self.match(hashes)[:num_blocks]
-        revived = sum(1 for block in hits if self._references[block] == 0)
-        if revived + num_blocks - len(hits) + keep_free > self.num_free:
+        run = self._run(hashes[:num_blocks])
+        here = [block for block in run if block is not None]
+        revived = sum(1 for block in here if self._references[block] == 0)
+        if revived + num_blocks - len(here) + keep_free > self.num_free:
             return None
-        self.hold(hits)
-        return hits, self._take(num_blocks - len(hits))
+        self.hold(here)
+        self.hit_blocks[CacheTier.DEVICE] += len(here)
+        absent = [block_hash for block_hash, block in zip(hashes, run, strict=False) if block is None]
+        self.tiers.keep(absent)
+        fresh = self._take(num_blocks - len(here))
+        for block_hash, block in zip(absent, fresh, strict=False):
+            self.hit_blocks[self.tiers.load(block_hash, block)] += 1
+            self.cache(block, block_hash)
+        self.tiers.keep(())
+        return [self._cached[block_hash] for block_hash in hashes[: len(run)]], fresh[len(absent) :]
 
     def allocate(self, num_blocks: int) -> list[int] | None:
         """Fresh blocks with one reference each, or None, with nothing changed, when there are too few."""
@@ -129,14 +151,17 @@ class BlockPool:
             raise InvariantBroken(f"block {block} is not used and cannot be cached")
         if block_hash in self._cached or self._hash_of[block] is not None:
             return
+        self._note(block_hash)
         self._cached[block_hash] = block
         self._hash_of[block] = block_hash
-        self._changes.store(block_hash)
 
     def forget(self, blocks: Iterable[int]) -> None:
         """Make blocks unfindable, whoever else holds them: what they hold is not to be relied on."""
         for block in blocks:
-            self._forget(block)
+            block_hash = self._hash_of[block]
+            if block_hash is not None:
+                self._uncache(block, block_hash)
+                self.tiers.forget(block_hash)
 
     def quarantine(self, blocks: Iterable[int]) -> None:
         """Lock blocks of which one reference is left and that hold nothing findable: a write may still come."""
@@ -157,22 +182,33 @@ class BlockPool:
             self._free[block] = None
             self._free.move_to_end(block, last=False)
 
-    def is_cached(self, block_hash: BlockHash) -> bool:
-        return block_hash in self._cached
-
     def cached_hashes(self) -> tuple[BlockHash, ...]:
-        """Every hash that is findable here now."""
+        """Every hash that is findable on the device now."""
         return tuple(self._cached)
+
+    def all_hashes(self) -> tuple[BlockHash, ...]:
+        """Every hash that any tier has now."""
+        return tuple(dict.fromkeys([*self._cached, *self.tiers.hashes()]))
+
+    def num_cached_by_tier(self) -> dict[CacheTier, int]:
+        """Blocks that can be found, in each tier that there is."""
+        below = {tier: self.tiers.num_blocks(tier) for tier, slots in self.tiers.num_slots.items() if slots}
+        return {CacheTier.DEVICE: len(self._cached), **below}
 
     @property
     def has_changes(self) -> bool:
-        """Something became findable or ceased to be since `take_changes`."""
-        return bool(self._changes.stored or self._changes.evicted)
+        """Something has moved since `take_changes`."""
+        return any(self.place(block_hash) is not before for block_hash, before in self._was.items())
 
     def take_changes(self) -> CacheChanges:
-        """What became findable or ceased to be since the last call."""
-        changes, self._changes = self._changes, _Changes()
-        return CacheChanges(tuple(changes.stored), tuple(changes.evicted))
+        """What moved since the last call."""
+        now: dict[CacheTier | None, list[BlockHash]] = {place: [] for place in (*CacheTier, None)}
+        for block_hash, before in self._was.items():
+            if (place := self.place(block_hash)) is not before:
+                now[place].append(block_hash)
+        self._was = {}
+        host, disk = now[CacheTier.HOST], now[CacheTier.DISK]
+        return CacheChanges(tuple(now[CacheTier.DEVICE]), (*now[None], *host, *disk), tuple(host), tuple(disk))
 
     def check(self) -> None:
         """Raise InvariantBroken unless every block is in exactly one place."""
@@ -184,22 +220,46 @@ class BlockPool:
                 f"{len(self._free)} free + {len(used)} used + {len(self._quarantined)} quarantined "
                 f"!= {self.num_blocks} blocks"
             )
+        self.tiers.check()
+
+    def _run(self, hashes: Iterable[BlockHash]) -> list[int | None]:
+        """Blocks of the longest leading run that can be had at once; None for those that only the host has."""
+        found = []
+        for block_hash in hashes:
+            block = self._cached.get(block_hash)
+            if block is None and self.tiers.place(block_hash) is not CacheTier.HOST:
+                break
+            found.append(block)
+        return found
+
+    def _places(self, hashes: Iterable[BlockHash]) -> Iterator[tuple[BlockHash, CacheTier]]:
+        """The leading run that any tier holds."""
+        for block_hash in hashes:
+            place = self.place(block_hash)
+            if place is None:
+                return
+            yield block_hash, place
+
+    def _note(self, block_hash: BlockHash) -> None:
+        """It is about to move."""
+        self._was.setdefault(block_hash, self.place(block_hash))
 
     def _take(self, num_blocks: int) -> list[int]:
         taken = []
         for _ in range(num_blocks):
             block, _nothing = self._free.popitem(last=False)
-            self._forget(block)
+            block_hash = self._hash_of[block]
+            if block_hash is not None:
+                self.tiers.save(block_hash, block)
+                self._uncache(block, block_hash)
             self._references[block] = 1
             taken.append(block)
         return taken
 
-    def _forget(self, block: int) -> None:
-        block_hash = self._hash_of[block]
-        if block_hash is not None:
-            self._hash_of[block] = None
-            del self._cached[block_hash]
-            self._changes.evict(block_hash)
+    def _uncache(self, block: int, block_hash: BlockHash) -> None:
+        self._note(block_hash)
+        self._hash_of[block] = None
+        del self._cached[block_hash]
 
     def _drop_reference(self, block: int) -> None:
         if self._references[block] <= 0:

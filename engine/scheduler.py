@@ -296,6 +296,10 @@ class Scheduler:
 
         def take(sequence: Sequence) -> bool:
             hashes, num_blocks = sequence.reusable_hashes(), sequence.num_blocks_to(sequence.num_known)
+            if sequence.fetch is None:  # once: what leaves the host again meanwhile is computed
+                sequence.fetch = self.pool.fetch(hashes)
+            if not self.pool.is_fetched(sequence.fetch):
+                return False
             owed = sum(item.num_blocks_to(item.num_known) for item in behind.before(sequence))
             fork = min(sequence.num_fork_blocks, self.pool.num_blocks - num_blocks)  # what the pool cannot have anyway
             keep_free = owed + growth + fork

@@ -54,6 +54,7 @@ def encode_info(info: WorkerInfo) -> pb.WorkerInfo:
         metrics_address=info.metrics_address,
         nvlink_domain=info.nvlink_domain,
         adapters=[encode_adapter(adapter) for adapter in sorted(info.adapters, key=attrgetter("name"))],
+        num_tier_blocks=info.num_tier_blocks,
     )
 
 
@@ -71,6 +72,7 @@ def decode_info(message: pb.WorkerInfo) -> WorkerInfo:
         metrics_address=message.metrics_address,
         nvlink_domain=message.nvlink_domain,
         adapters=frozenset(map(decode_adapter, message.adapters)),
+        num_tier_blocks=message.num_tier_blocks,
     )
 
 

@@ -145,14 +145,21 @@ def decode_answer(message: pb.ConnectResponse) -> Answer:
 
 
 def _encode_cache(events: CacheEvents) -> pb.CacheEvents:
-    return pb.CacheEvents(sequence=events.sequence, stored=events.stored, evicted=events.evicted, reset=events.reset)
+    return pb.CacheEvents(
+        sequence=events.sequence,
+        stored=events.stored,
+        evicted=events.evicted,
+        reset=events.reset,
+        host=events.host,
+        disk=events.disk,
+    )
 
 
 def _decode_cache(message: pb.CacheEvents) -> CacheEvents:
-    for field in ("stored", "evicted"):
+    for field in ("stored", "evicted", "host", "disk"):
         if len(getattr(message, field)) % KEY_BYTES:
             raise BadRequest(f"cache.{field}", f"must hold whole keys of {KEY_BYTES} bytes")
-    return CacheEvents(message.sequence, message.stored, message.evicted, message.reset)
+    return CacheEvents(message.sequence, message.stored, message.evicted, message.reset, message.host, message.disk)
 
 
 def _encode_ticket(ticket: HandoffTicket) -> pb.HandoffTicket:

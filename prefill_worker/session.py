@@ -53,7 +53,8 @@ class PrefillConfig:
 class _Prefill:
     sequence: Sequence
     handoff_id: str
-    hits: list[int]  # local hits held while a fetch extends them
+    hits: list[int]  # local hits on the device, held while a fetch extends them
+    num_cached: int = 0  # leading blocks that any tier had here when it came
     queued: bool = False  # the scheduler has it
     fetch_deadline_s: float = 0.0
     fetched_blocks: int = 0
@@ -96,10 +97,11 @@ class PrefillSession:
         self._prefills[request.request_id] = prefill
         self._request_of[ticket.handoff_id] = request.request_id
         hashes = sequence.reusable_hashes()
-        local = self._scheduler.pool.match(hashes)
-        if len(hashes) - len(local) >= self._config.min_fetch_blocks:
-            self._scheduler.pool.hold(local)
-            prefill.hits = local
+        pool = self._scheduler.pool
+        prefill.num_cached = pool.num_cached(hashes)
+        if len(hashes) - prefill.num_cached >= self._config.min_fetch_blocks:
+            prefill.hits = pool.match(hashes)
+            pool.hold(prefill.hits)
             return [*effects, LookUpPrefix(request.request_id, tuple(hashes))]
         self._compute(prefill)
         return effects
@@ -109,10 +111,9 @@ class PrefillSession:
         prefill = self._prefills.get(request_id)
         if prefill is None:
             return []
-        num_missing = num_blocks - len(prefill.hits)
         pages = None
-        if holder is not None and num_missing >= self._config.min_fetch_blocks:
-            pages = self._scheduler.pool.allocate(num_missing)
+        if holder is not None and num_blocks - prefill.num_cached >= self._config.min_fetch_blocks:
+            pages = self._scheduler.pool.allocate(num_blocks - len(prefill.hits))
         if holder is None or pages is None:
             self._compute(prefill)
             return []

@@ -61,7 +61,7 @@ class ClusterView:
         worker = WorkerView(info, slot, heard_at_s=now)
         self._workers[info.ref] = self._slots[slot] = worker
         self._changed_at_s = now
-        self.prefixes.join(slot, info.num_blocks)
+        self.prefixes.join(slot, info.num_blocks + info.num_tier_blocks)
         return worker
 
     def get(self, ref: WorkerRef) -> WorkerView | None:

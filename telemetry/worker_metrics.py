@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from core.blocks import CacheTier
 from telemetry.buckets import BYTE_BUCKETS, STAGE_BUCKETS_S, STEP_BUCKETS_S
 
 
@@ -71,6 +72,10 @@ class WorkerState:
     index_lookups: int
     index_hit_blocks: int
     index_failures: int
+    cache_hit_blocks: Mapping[CacheTier, int]
+    cache_blocks: Mapping[CacheTier, int]  # of the tiers that there are
+    cache_damaged_blocks: int
+    block_bytes: int
     price_per_hour: float | None
     energy_joules: float | None
 
@@ -182,7 +187,27 @@ class WorkerStateCollector(Collector):
         yield CounterMetricFamily(
             "tandem_prefix_index_errors", "Calls to it that failed or timed out.", state.index_failures
         )
+        yield from _cache(state)
         if state.price_per_hour is not None:
             yield GaugeMetricFamily("tandem_worker_price_per_hour", "What its place costs.", state.price_per_hour)
         if state.energy_joules is not None:
             yield CounterMetricFamily("tandem_worker_energy_joules", "Energy of its GPU.", state.energy_joules)
+
+
+def _cache(state: WorkerState) -> Iterable[Metric]:
+    hits = CounterMetricFamily(
+        "tandem_cache_hit_blocks", "Blocks that requests found in this worker's cache, by tier.", labels=["tier"]
+    )
+    for tier, num_blocks in state.cache_hit_blocks.items():
+        hits.add_metric([tier], num_blocks)
+    yield hits
+    blocks = GaugeMetricFamily("tandem_cache_blocks", "Blocks that can be found there.", labels=["tier"])
+    kv_bytes = GaugeMetricFamily("tandem_cache_bytes", "Their bytes.", labels=["tier"])
+    for tier, num_blocks in state.cache_blocks.items():
+        blocks.add_metric([tier], num_blocks)
+        kv_bytes.add_metric([tier], num_blocks * state.block_bytes)
+    yield blocks
+    yield kv_bytes
+    yield CounterMetricFamily(
+        "tandem_cache_damaged_blocks", "Blocks that the disk tier gave back damaged.", state.cache_damaged_blocks
+    )

@@ -1,7 +1,8 @@
 """One choice of workers (router/policy/choose.py) and the books it writes, with 10, 100 and 1,000 workers that cache a
 million different blocks together, all paired; and hashing a prompt, once a request. Half of the workers are prefill
 workers. Of the requests a third is new, a third begins with one of 64 prefixes that a third of the workers have (1,024
-tokens), a third goes on with a conversation that one or two workers have (1,600 tokens); half have a session.
+tokens), a third goes on with a conversation that one or two workers have (1,600 tokens); half have a session. Then the
+same where the end of each of these, from a place of its own on each worker, is in host memory or on a disk there.
 Times are of this thread's CPU: on a shared machine the clock says what others do.
 """
 
@@ -11,8 +12,10 @@ import gc
 import random
 import statistics
 import time
+from itertools import product
 from typing import Final
 
+from core.blocks import CacheTier
 from core.identity import KEY_BYTES
 from core.membership import GivenWork, Role, WorkerInfo, WorkerLoad, WorkerRef
 from core.messages import CacheEvents, PeerConnected
@@ -37,20 +40,21 @@ PROMPTS: Final = (100, 2_000, 100_000)  # tokens
 class Cluster:
     """A view of many workers, as it is after hours of serving."""
 
-    def __init__(self, num_workers: int, rng: random.Random) -> None:
+    def __init__(self, num_workers: int, rng: random.Random, *, tiered: bool = False) -> None:
         self.rng = rng
+        self.tiered = tiered
         self.view = ClusterView()
         self.prefixes = [self._fresh_keys(PREFIX_BLOCKS) for _ in range(NUM_PREFIXES)]
         self.talks: list[list[int]] = []
-        caches: list[set[int]] = [set() for _ in range(num_workers)]
+        caches: list[dict[int, CacheTier]] = [{} for _ in range(num_workers)]
         for prefix in self.prefixes:
             for cache in rng.sample(caches, -(-num_workers // 3)):
-                cache.update(prefix)
+                cache.update(self._placed(prefix))
         while len(self.talks) * TALK_BLOCKS + NUM_PREFIXES * PREFIX_BLOCKS < NUM_KEYS:
             talk = self._fresh_keys(TALK_BLOCKS)
             self.talks.append(talk)
             for cache in rng.sample(caches, rng.choice((1, 2))):
-                cache.update(talk)
+                cache.update(self._placed(talk))
         for number, cache in enumerate(caches):
             self._join(number, cache)
         workers = self.view.workers()
@@ -63,15 +67,25 @@ class Cluster:
     def _fresh_keys(self, num_blocks: int) -> list[int]:
         return [self.rng.getrandbits(8 * KEY_BYTES) for _ in range(num_blocks)]
 
-    def _join(self, number: int, cache: set[int]) -> None:
+    def _placed(self, keys: list[int]) -> dict[int, CacheTier]:
+        if not self.tiered:
+            return dict.fromkeys(keys, CacheTier.DEVICE)
+        ends = sorted(self.rng.randrange(len(keys) + 1) for _ in range(2))
+        tiers = (CacheTier.DEVICE, CacheTier.HOST, CacheTier.DISK)
+        return {key: tiers[(index >= ends[0]) + (index >= ends[1])] for index, key in enumerate(keys)}
+
+    def _join(self, number: int, cache: dict[int, CacheTier]) -> None:
         role = Role.DECODE if number % 2 else Role.PREFILL
         ref = WorkerRef(f"{role}-{number}", "1")
         self.view.register(
             WorkerInfo(ref, role, "", b"id", BLOCK_SIZE, BLOCK_BYTES, len(cache) + 1000, 1 << 20), now=0.0
         )
         self.view.ready(ref)
-        stored = b"".join(key.to_bytes(KEY_BYTES, "little") for key in cache)
-        self.view.heard_cache(ref, CacheEvents(1, stored, b"", reset=True), 0.0)
+        stored, host, disk = (
+            b"".join(key.to_bytes(KEY_BYTES, "little") for key, place in cache.items() if place is tier)
+            for tier in CacheTier
+        )
+        self.view.heard_cache(ref, CacheEvents(1, stored, b"", reset=True, host=host, disk=disk), 0.0)
         self.view.heard(ref, WorkerLoad(), GivenWork(1, self.rng.randrange(16000), self.rng.randrange(4000)), 0.0)
         self.view.learn_pace(ref, 0.0, self.rng.uniform(0.2, 0.4), 1000)
 
@@ -91,10 +105,10 @@ class Cluster:
         return Ask(request, Placement.AUTO, keys)
 
 
-def time_decisions(num_workers: int) -> list[float]:
+def time_decisions(num_workers: int, *, tiered: bool) -> list[float]:
     """CPU seconds of each choice with its books; for each request that comes the oldest ends, outside of the time."""
     rng = random.Random(num_workers)
-    cluster = Cluster(num_workers, rng)
+    cluster = Cluster(num_workers, rng, tiered=tiered)
     view, policy = cluster.view, RoutingPolicy()
     open_plans: list[tuple[WorkerRef, WorkerRef, int, int]] = []
     gc.collect()
@@ -120,11 +134,12 @@ def time_decisions(num_workers: int) -> list[float]:
 
 def decisions() -> None:
     print(f"{NUM_KEYS:,} blocks cached\n")
-    print("| workers | decision p50, us | p99, us | most, us |\n| --- | --- | --- | --- |")
-    for num_workers in NUM_WORKERS:
-        taken_us = sorted(taken_s * 1e6 for taken_s in time_decisions(num_workers))
+    print("| workers | caches | decision p50, us | p99, us | most, us |\n| --- | --- | --- | --- | --- |")
+    for num_workers, tiered in product(NUM_WORKERS, (False, True)):
+        taken_us = sorted(taken_s * 1e6 for taken_s in time_decisions(num_workers, tiered=tiered))
         p50, p99 = taken_us[len(taken_us) // 2], taken_us[len(taken_us) * 99 // 100]
-        print(f"| {num_workers:,} | {p50:.0f} | {p99:.0f} | {taken_us[-1]:.0f} |", flush=True)
+        where = "in tiers" if tiered else "on devices"
+        print(f"| {num_workers:,} | {where} | {p50:.0f} | {p99:.0f} | {taken_us[-1]:.0f} |", flush=True)
     print("\n| prompt, tokens | hashing, ms | longest piece, ms |\n| --- | --- | --- |")
     info = WorkerInfo(WorkerRef("d", "1"), Role.DECODE, "", bytes(32), BLOCK_SIZE, BLOCK_BYTES, 1000, 1 << 20)
     for num_tokens in PROMPTS:

@@ -10,7 +10,7 @@ from cluster.commands import flags
 from cluster.commands.model import ready_folder
 from cluster.config import ClusterConfig
 from cluster.folders import RunFolders, run_folders
-from cluster.preflight import require_adapters, require_model, require_policy, resolve_ports
+from cluster.preflight import require_adapters, require_disk_cache, require_model, require_policy, resolve_ports
 from cluster.progress import Progress
 from cluster.supervisor import supervise
 
@@ -53,6 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
     require_model(config.model_folder)
     require_adapters(config.adapters)
     require_policy(config.policy_file)
+    require_disk_cache(config)
     with run_folders() as folders:
         progress.say(f"logs: {folders.logs}")
         # Ray puts the working folder first on its actors' import path: a `core` that lies there must not win.

@@ -18,7 +18,7 @@ from core.identity import Adapter
 from core.membership import Role
 from router.policy.affinity import own_place
 from router.policy.routing_policy import RoutingPolicy
-from router.prefix_view import Run, blocks_held
+from router.prefix_view import Run, blocks_below, blocks_held
 from router.view import ClusterView
 from router.worker_view import WorkerView
 
@@ -34,12 +34,15 @@ _kv_tokens: Final[Work] = attrgetter("kv_tokens")
 @dataclass(slots=True)
 class Candidate:
     """hit_blocks: leading blocks of the prompt that it caches; 0 for one that has too much work to be chosen for them.
-    affinity_tokens: taken off its cost. slowness: what a prompt token takes there, by the usual."""
+    host_blocks, disk_blocks: of these, those that are there, and not on its device. affinity_tokens: taken off its
+    cost. slowness: what a prompt token takes there, by the usual."""
 
     worker: WorkerView
     slowness: float
     hit_blocks: int
     affinity_tokens: float
+    host_blocks: int = 0
+    disk_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,15 +109,16 @@ class Search:
             own = fresh[own_place(self.session, [worker.place_key for worker in fresh])]
         chosen = fresh if len(fresh) <= 2 * WIDTH else self._narrowed(fresh, work, own, partners)
         most = self.policy.imbalance * (min(map(work, chosen)) + self.num_tokens)
-        return [
-            Candidate(
-                worker,
-                self._slowness(worker, of_role),
-                blocks_held(self.runs, worker.slot) if work(worker) <= most else 0,
-                self.policy.affinity_tokens if worker is own else 0.0,
-            )
-            for worker in chosen
-        ]
+        return [self._candidate(worker, of_role, idle=work(worker) <= most, own=worker is own) for worker in chosen]
+
+    def _candidate(self, worker: WorkerView, of_role: float | None, *, idle: bool, own: bool) -> Candidate:
+        return Candidate(
+            worker,
+            self._slowness(worker, of_role),
+            blocks_held(self.runs, worker.slot) if idle else 0,
+            self.policy.affinity_tokens if own else 0.0,
+            *(blocks_below(self.runs, worker.slot) if idle and self.view.prefixes.tiered else ()),
+        )
 
     def _slowness(self, worker: WorkerView, of_role: float | None) -> float:
         pace, usual = worker.pace.at(self.now, of_role), self.view.paces.usual

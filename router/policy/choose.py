@@ -18,7 +18,7 @@ from router.policy.affinity import session_key
 from router.policy.candidates import Candidate, Search
 from router.policy.cost import CostModel, Score
 from router.policy.routing_policy import RoutingPolicy
-from router.prefix_view import Run
+from router.prefix_view import Run, longest_on_device
 from router.view import ClusterView
 
 
@@ -112,7 +112,7 @@ def _cost_model(
     ask: Ask, view: ClusterView, policy: RoutingPolicy, runs: Sequence[Run], info: WorkerInfo, now: float
 ) -> CostModel:
     """runs: of cached blocks, the longest last. info: of any worker, as all have the same blocks."""
-    longest = runs[-1] if runs else Run(0, 0)
+    longest = longest_on_device(runs, tiered=view.prefixes.tiered)
     return CostModel(
         policy,
         ask.request.num_given_tokens,

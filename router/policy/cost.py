@@ -62,7 +62,7 @@ class CostModel:
     """For one request of `num_tokens` tokens.
 
     block_cost: of moving one block at 1 gigabyte/s; 0 while no pace is known to compare it with.
-    longest_blocks: the longest run of the prompt that anybody caches; holder: slot of one that does.
+    longest_blocks: the longest run of the prompt that anybody can push, and so has on the device; holder: slot of one.
     exposed: share of a transfer that its request waits for, by lane (router/policy/transfer.py).
     """
 
@@ -139,8 +139,15 @@ class CostModel:
     def _local(self, decode: Candidate, cost: float) -> tuple[float, float]:
         """What comes before the prompt on a decode worker, and what is left of the prompt itself."""
         cost *= decode.slowness
-        saved = decode.hit_blocks * self.block_size * self.policy.overlap_weight
-        return decode.worker.prompt_tokens * cost, (self.num_tokens - saved) * cost
+        return decode.worker.prompt_tokens * cost, (self.num_tokens - self._saved(decode)) * cost
+
+    def _saved(self, candidate: Candidate) -> float:
+        """Tokens that its hits save, each block weighed by its tier: it has to be copied to the device first."""
+        policy, on_host, on_disk = self.policy, candidate.host_blocks, candidate.disk_blocks
+        weight = (candidate.hit_blocks - on_host - on_disk) * policy.overlap_weight
+        if on_host or on_disk:
+            weight += on_host * policy.host_overlap_weight + on_disk * policy.disk_overlap_weight
+        return weight * self.block_size
 
     def _remote(self, prefill: Candidate) -> float:
         return self._queued(prefill) + self._prompt_on(prefill)[0] - prefill.affinity_tokens
@@ -152,8 +159,7 @@ class CostModel:
         """What the prompt costs a prefill worker, and how many tokens of a longer run that a connected peer caches are
         pushed to it, where that is cheaper than computing them."""
         slowness = prefill.slowness
-        saved = prefill.hit_blocks * self.block_size * self.policy.overlap_weight
-        cost = (self.num_tokens - saved) * slowness
+        cost = (self.num_tokens - self._saved(prefill)) * slowness
         num_blocks = self.longest_blocks - prefill.hit_blocks
         gbps = prefill.worker.links.get(self.holder)
         if num_blocks >= MIN_FETCHED_BLOCKS and gbps:

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from router.strict import Strict
 
+Share = Annotated[float, Field(ge=0, le=1)]
 Weight = Annotated[float, Field(ge=0, le=1000)]
 MOST: Final = 1e9  # bounded, so that no sum of costs overflows: infinities that meet make a choice by accident
 
@@ -28,8 +29,9 @@ class RoutingPolicy(Strict):
     """Costs are in tokens: 1 is a prompt token computed by a worker of usual pace.
 
     local_prefill_cost: what a prompt token computed on a decode worker costs, as it delays the streams there; None: as
-    the router was started. overlap_weight: what a prompt token in a worker's device cache saves. kv_token_cost: what
-    each token of a decode worker's open requests costs the next one. transfer_weight: what it costs to wait for a
+    the router was started. overlap_weight: what a prompt token in a worker's device cache saves; host_overlap_weight,
+    disk_overlap_weight: one in its host memory, or on its disk. kv_token_cost: what each token of a decode worker's
+    open requests costs the next one. transfer_weight: what it costs to wait for a
     token's time for KV to move; how much of a transfer is hidden behind computing is learnt. imbalance: a worker that
     has more than so many times the work of the least loaded one, this prompt included, is not chosen for what it
     caches. affinity_tokens: what it is worth to serve a session where it was served before. stale_after_s: a worker
@@ -37,7 +39,9 @@ class RoutingPolicy(Strict):
     """
 
     local_prefill_cost: Annotated[float, Field(ge=1, le=MOST)] | None = None
-    overlap_weight: Annotated[float, Field(ge=0, le=1)] = 1.0
+    overlap_weight: Share = 1.0
+    host_overlap_weight: Share = 0.75
+    disk_overlap_weight: Share = 0.25
     kv_token_cost: Weight = 0.2
     transfer_weight: Weight = 1.0
     imbalance: Annotated[float, Field(ge=1, le=MOST)] = 4.0

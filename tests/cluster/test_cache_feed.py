@@ -10,6 +10,8 @@ from core.identity import BlockHash, pack_keys
 from core.membership import WorkerLoad
 from core.messages import CacheEvents, StepOutput
 from engine.block_pool import BlockPool
+from tests.engine.scheduler_bench import Bench
+from tests.engine.token_tiers import TokenTiers
 
 
 def block_hash(number: int) -> BlockHash:
@@ -21,8 +23,8 @@ def keys(*numbers: int) -> bytes:
 
 
 class Worker:
-    def __init__(self) -> None:
-        self.pool = BlockPool(8)
+    def __init__(self, pool: BlockPool | None = None) -> None:
+        self.pool = pool or BlockPool(8)
         self.streams = RouterStreams(self.pool)
 
     def cache(self, *numbers: int) -> None:
@@ -79,3 +81,31 @@ def test_a_router_that_does_not_read_is_told_again_when_it_does(monkeypatch: pyt
     worker.step()
     assert heard(stream) == [CacheEvents(3, keys(0, 1, 2, 3, 4), b"", reset=True)]
     assert not worker.streams.behind
+
+
+def test_what_leaves_the_device_for_a_tier_is_said_to_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As evicted too: a router of an earlier release knows no tiers."""
+    monkeypatch.setattr(cache_feed, "PIECE_BLOCKS", 2)
+    tiers = TokenTiers(1, 8)
+    tiers.memory = Bench().memory
+    worker = Worker(BlockPool(2, tiers.decisions))
+    stream, _ = worker.streams.open("a")
+    worker.cache(1, 2)
+    worker.step()
+    worker.cache(3)
+    worker.step()
+    tiers.settle()
+    worker.cache(4)
+    worker.step()
+    assert heard(stream) == [
+        CacheEvents(1, keys(1, 2), b"", reset=True),
+        CacheEvents(2, keys(3), keys(2), host=keys(2)),
+        CacheEvents(3, keys(4), keys(1, 2), host=keys(1), disk=keys(2)),
+    ]
+    late, _ = worker.streams.open("b")
+    worker.step()
+    worker.step()
+    assert heard(late) == [
+        CacheEvents(1, keys(3, 4), b"", reset=True),
+        CacheEvents(2, b"", b"", host=keys(1), disk=keys(2)),
+    ]

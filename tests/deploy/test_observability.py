@@ -20,9 +20,10 @@ from router.admission.policy import Band
 from telemetry.router_metrics import PolicyMetrics, RouterMetrics, RouterState, RouterStateCollector, RoutingMetrics
 from telemetry.slo_metrics import SloTargets
 from telemetry.trace_metrics import TraceMetrics
-from telemetry.worker_metrics import WorkerMetrics, WorkerState
+from telemetry.worker_metrics import WorkerMetrics
 from tests.deploy.chart import CHART, render
 from tests.deploy.tools import prometheus_tool
+from tests.telemetry.test_metrics import STATE
 
 RULES: Final = CHART / "observability" / "rules.yaml"
 DASHBOARDS: Final = sorted((CHART / "observability" / "dashboards").glob("*.json"))
@@ -45,7 +46,7 @@ def exported() -> set[str]:
     PolicyMetrics(registry)
     TraceMetrics(registry)
     registry.register(RouterStateCollector(lambda: RouterState(0, {}, {}, 0, 0, 0), "tiny"))
-    WorkerMetrics(registry, lambda: WorkerState(*[0] * len(WorkerState.__slots__)))
+    WorkerMetrics(registry, lambda: STATE)
     return {family.name + suffix for family in registry.collect() for suffix in SUFFIXES[family.type]}
 
 

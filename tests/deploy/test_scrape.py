@@ -10,6 +10,7 @@ import urllib.parse
 import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final, cast
@@ -25,10 +26,11 @@ from router.front.generation import Front
 from router.front.openai_http import build_http_app
 from telemetry.router_metrics import Outcome, RouterMetrics, RouterState, RouterStateCollector, RoutingMetrics
 from telemetry.slo_metrics import SloTargets
-from telemetry.worker_metrics import WorkerMetrics, WorkerState
+from telemetry.worker_metrics import WorkerMetrics
 from tests.deploy.chart import CHART
 from tests.deploy.serving import serving
 from tests.deploy.tools import prometheus_tool
+from tests.telemetry.test_metrics import STATE
 
 TIMEOUT_S: Final = 60.0
 
@@ -47,7 +49,7 @@ def router_app() -> web.Application:
 
 def worker_registry() -> CollectorRegistry:
     registry = CollectorRegistry()
-    WorkerMetrics(registry, lambda: WorkerState(*[7] * len(WorkerState.__slots__)))
+    WorkerMetrics(registry, lambda: replace(STATE, orphaned_blocks=7))
     return registry
 
 

@@ -11,6 +11,7 @@ from engine.scheduler_config import SchedulerConfig
 from engine.sequence import ModelLimits, no_grammars
 from engine.step import Progress
 from tests.engine.token_memory import TokenMemory
+from tests.engine.token_tiers import TokenTiers
 
 BLOCK_SIZE = 4
 
@@ -28,13 +29,17 @@ class Bench:
         block_size=BLOCK_SIZE,
         make_matcher=no_grammars,
         make_watch=lambda _request: NeverStops(),
+        tiers: TokenTiers | None = None,
         **more,
     ):
-        self.pool = BlockPool(num_blocks)
+        self.pool = BlockPool(num_blocks, tiers.decisions if tiers else None)
         limits = ModelLimits(block_size, context, tuple(eos))
         config = SchedulerConfig(token_budget, max_sequences, **more)
         self.scheduler = Scheduler(config, self.pool, limits, b"d" * 32, make_watch, make_matcher)
         self.memory = TokenMemory(self.pool, block_size)
+        self.tiers = tiers
+        if tiers is not None:
+            tiers.memory = self.memory
         self.outputs: defaultdict[str, list[int]] = defaultdict(list)  # by request, and "request/1" for choice 1 and on
         self.planned: list[str] = []  # who was in the latest step
         self.finished: dict[str, FinishReason] = {}
@@ -65,7 +70,7 @@ class Bench:
 
     def run(self, max_steps: int = 2000) -> None:
         for _ in range(max_steps):
-            if not self.step():
+            if not self.step() and not (self.tiers and self.tiers.io()):
                 return
         raise AssertionError("the scheduler did not come to an end")
 

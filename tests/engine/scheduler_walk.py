@@ -19,6 +19,7 @@ from core.request import FinishReason, GenerateRequest, SamplingParams, StopCond
 from engine.step import NOT_FINITE
 from tests.engine.scheduler_bench import BLOCK_SIZE, Bench
 from tests.engine.token_memory import undisturbed
+from tests.engine.token_tiers import TokenTiers
 
 SAMPLED = SamplingParams(1.0, seed=11)
 CHUNK = 500  # walks between two lines of progress
@@ -70,9 +71,11 @@ def cut(bench: Bench, wanted: GenerateRequest, rng: random.Random) -> GenerateRe
 
 def walk(seed: int) -> Bench:
     """Random arrivals of one or several choices, shared prefixes, hand-offs whole and damaged, output that is out
-    already, batch work, cancels in and between steps, tokens that come to a NaN, pools too small for all: every choice
-    says what it says alone, and every block comes back."""
-    rng, nan_rng = random.Random(seed), random.Random(f"nan {seed}")
+    already, batch work, cancels in and between steps, tokens that come to a NaN, pools too small for all, every other
+    time with tiers below, whose disk is slow and rots: every choice says what it says alone, and every block comes
+    back."""
+    rng, nan_rng, tier_rng = random.Random(seed), random.Random(f"nan {seed}"), random.Random(f"tiers {seed}")
+    tiers = TokenTiers(tier_rng.choice([2, 4, 8]), tier_rng.choice([0, 10, 40, 40])) if seed % 2 else None
     growth_blocks = rng.randrange(2)
     bench = Bench(
         rng.randrange(14, 30),
@@ -80,6 +83,7 @@ def walk(seed: int) -> Bench:
         rng.choice([1, 3, 64]),
         growth_blocks=growth_blocks,
         prefill_delay_steps=rng.choice([0, 0, 3]),
+        tiers=tiers,
     )
     shared = tuple(rng.randrange(1000) for _ in range(12))
     wanted = []
@@ -87,6 +91,9 @@ def walk(seed: int) -> Bench:
         prompt = shared[: rng.randrange(13)] + tuple(rng.randrange(1000) for _ in range(rng.randrange(1, 15)))
         max_tokens = rng.randrange(1, 24)
         wanted.append(request(f"r{number}", prompt, rng.choice([1, 2, 5]), max_tokens, priority=rng.choice([0, 0, 1])))
+    if tiers is not None:  # what was computed once is asked for again, when others have had its blocks
+        again = [replace(item, request_id=f"{item.request_id}+{turn}") for turn in range(3) for item in wanted]
+        wanted += tier_rng.sample(again, len(again))
     waiting, ended = list(wanted), set()
     for _ in range(3000):
         if waiting and rng.random() < 0.3:
@@ -95,6 +102,8 @@ def walk(seed: int) -> Bench:
                 item = cut(bench, item, rng)
             if rng.random() < 0.7 or not land(bench, item, rng.choice([0, 0, 1, 2])):
                 bench.add(item)
+        if tiers is not None:
+            trouble(tiers, tier_rng)
         plan = bench.scheduler.plan()
         if rng.random() < 0.05:
             name = rng.choice(wanted).request_id
@@ -109,7 +118,7 @@ def walk(seed: int) -> Bench:
                 if any(delta.finish_reason is FinishReason.ERROR for delta in progress.deltas):
                     bench.scheduler.cancel(progress.request_id)  # as the router does: the other choices end too
                     ended.add(progress.request_id)
-        elif not waiting:
+        elif not waiting and not (tiers and tiers.io()):
             break
     bench.assert_empty()
     assert bench.pool.num_free == bench.pool.num_blocks
@@ -118,6 +127,15 @@ def walk(seed: int) -> Bench:
             said = bench.outputs[name]
             assert said == (alone[: len(said)] if item.request_id in ended else alone)
     return bench
+
+
+def trouble(tiers: TokenTiers, rng: random.Random) -> None:
+    """A part of a read or write, and now and then damage."""
+    if rng.random() < 0.8:
+        tiers.io()
+    if rng.random() < 0.05:
+        tiers.rot(rng)
+    tiers.check()
 
 
 def walk_all(seeds: range) -> Counter[str]:
@@ -134,6 +152,8 @@ def walk_all(seeds: range) -> Counter[str]:
         seen["preemptions"] += bench.scheduler.num_preemptions
         seen["copied blocks"] += bench.memory.copied_blocks
         seen["NaNs"] += FinishReason.ERROR in bench.finished.values()
+        for tier, num_blocks in bench.pool.hit_blocks.items():
+            seen[f"{tier} hits"] += num_blocks
     return seen
 
 

@@ -48,6 +48,14 @@ class Cluster:
         stored = b"".join(key.to_bytes(KEY_BYTES, "little") for key in prompt[:num_blocks])
         self.view.heard_cache(self.refs[name], CacheEvents(1, stored, b"", reset=True), 0.0)
 
+    def cache_below(self, name: str, num_device: int, num_host: int, num_disk: int) -> None:
+        """The prompt's beginning, from the device downwards."""
+        packed = [key.to_bytes(KEY_BYTES, "little") for key in PROMPT]
+        ends = (num_device, num_device + num_host, num_device + num_host + num_disk)
+        stored, host, disk = packed[: ends[0]], packed[ends[0] : ends[1]], packed[ends[1] : ends[2]]
+        events = CacheEvents(1, b"".join(stored), b"", True, b"".join(host), b"".join(disk))
+        self.view.heard_cache(self.refs[name], events, 0.0)
+
     def load(self, name: str, num_tokens: int, now: float = 0.0) -> None:
         """Given by another router."""
         self.view.heard(self.refs[name], WorkerLoad(), GivenWork(1, num_tokens, num_tokens), now)
@@ -86,6 +94,43 @@ def test_who_caches_the_prefix_is_chosen_and_for_another_prefix_the_idle_one_is(
     assert cluster.chosen(prompt=range(500, 520)) == "d0"
     cluster.load("d0", 320)
     assert cluster.chosen(prompt=range(500, 520)) == "d1"
+
+
+def test_overlap_is_weighed_by_tier() -> None:
+    """d0 has 8 blocks in host memory, which is worth 6 of the device."""
+    for num_device, best in ((5, "d0"), (7, "d1")):
+        cluster = Cluster("d0", "d1")
+        cluster.cache_below("d0", 0, 8, 0)
+        cluster.cache_below("d1", num_device, 0, 0)
+        assert cluster.chosen() == best
+        assert cluster.chosen(host_overlap_weight=1.0) == "d0"
+        assert cluster.chosen(host_overlap_weight=0.0) == "d1"
+    for num_host, best in ((2, "d0"), (4, "d1")):  # 8 on the disk, worth 2 of the device, 2.67 of the host
+        cluster = Cluster("d0", "d1")
+        cluster.cache_below("d0", 0, 0, 8)
+        cluster.cache_below("d1", 0, num_host, 0)
+        assert cluster.chosen() == best
+        assert cluster.chosen(disk_overlap_weight=0.75) == "d0"
+
+
+def test_the_uncached_part_of_a_score_is_that_of_the_tiers_weights() -> None:
+    cluster = Cluster("d0")
+    cluster.cache_below("d0", 10, 6, 4)
+    (score,) = cluster.plan(Placement.LOCAL).scores
+    assert score.uncached == NUM_TOKENS - (10 * 1.0 + 6 * 0.75 + 4 * 0.25) * BLOCK_SIZE
+    assert (score.hit_tokens, score.computed_tokens) == (20 * BLOCK_SIZE, 1)
+
+
+def test_a_peer_pushes_only_what_it_has_on_the_device() -> None:
+    """p1, which is busy, caches all of the prompt; p0 may fetch what of it is on p1's device."""
+    for num_device, fetched in ((20, 20), (10, 10), (0, 0)):
+        cluster = Cluster("p0", "p1", "d0", gbps=10.0)
+        cluster.pace("p0", 0.01)
+        cluster.load("p1", 100_000)
+        cluster.cache_below("p1", num_device, 20 - num_device, 0)
+        plan = cluster.plan(Placement.REMOTE)
+        assert plan.prefill == cluster.refs["p0"]
+        assert plan.scores[0].fetched_tokens == fetched * BLOCK_SIZE
 
 
 def test_prefill_and_decode_are_chosen_together() -> None:

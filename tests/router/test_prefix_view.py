@@ -9,13 +9,17 @@ from collections import deque
 import pytest
 
 from cluster import cache_feed
-from cluster.cache_feed import CacheFeed
+from cluster.cache_feed import CacheFeed, packed
+from core.blocks import CacheTier
 from core.identity import BlockHash, pack_keys, unpack_keys
 from core.messages import CacheEvents
 from engine.block_pool import BlockPool
-from router.prefix_view import ASK_AGAIN_S, PrefixView, blocks_held
+from router.prefix_view import ASK_AGAIN_S, PrefixView, blocks_below, blocks_held, longest_on_device
+from tests.engine.scheduler_bench import Bench
+from tests.engine.token_tiers import TokenTiers
 
 NUM_BLOCKS = 12
+NUM_TIER_BLOCKS = 4 + 8  # of every third worker
 NUM_SEEDS = 300
 
 
@@ -33,12 +37,16 @@ class Worker:
     def __init__(self, slot: int, rng: random.Random) -> None:
         self.slot = slot
         self.rng = rng
-        self.pool = BlockPool(NUM_BLOCKS)
+        self.tiers = TokenTiers(4, 8) if slot == 2 else TokenTiers(0)
+        self.tiers.memory = MEMORY
+        self.pool = BlockPool(NUM_BLOCKS, self.tiers.decisions)
         self.feed = CacheFeed()
         self.wire: deque[CacheEvents] = deque()
 
     def compute(self) -> None:
-        """Cache a few of few blocks; with few places, that evicts others."""
+        """Cache a few of few blocks; with few places, that evicts others; some are written to the disk, or read."""
+        self.pool.fetch([block_hash(self.rng.randrange(30))])
+        self.tiers.io()
         for number in self.rng.sample(range(30), self.rng.randrange(1, 4)):
             if (taken := self.pool.acquire([block_hash(number)], 1)) is not None:
                 hits, fresh = taken
@@ -47,18 +55,28 @@ class Worker:
                 self.pool.release(hits + fresh)
 
     def say(self) -> None:
-        changes = self.pool.take_changes()
-        events = self.feed.next(pack_keys(changes.stored), pack_keys(changes.evicted), self.pool)
+        events = self.feed.next(packed(self.pool.take_changes()), self.pool)
         if events is not None:
             self.wire.append(events)
 
     @property
-    def cached(self) -> set[int]:
-        return set(unpack_keys(pack_keys(self.pool.cached_hashes())))
+    def cached(self) -> dict[int, CacheTier | None]:
+        hashes = self.pool.all_hashes()
+        return dict(zip(unpack_keys(pack_keys(hashes)), map(self.pool.place, hashes), strict=True))
 
 
-def believed(view: PrefixView, worker: Worker) -> set[int]:
-    return {key for key, holders in view._holders.items() if holders >> worker.slot & 1}
+MEMORY = Bench().memory  # whose tokens nobody looks at
+
+
+def believed(view: PrefixView, worker: Worker) -> dict[int, CacheTier]:
+    bit = 1 << worker.slot
+
+    def tier(key: int) -> CacheTier:
+        on_host, on_disk = view._host.get(key, 0) & bit, view._disk.get(key, 0) & bit
+        assert not (on_host and on_disk)
+        return CacheTier.HOST if on_host else CacheTier.DISK if on_disk else CacheTier.DEVICE
+
+    return {key: tier(key) for key, holders in view._holders.items() if holders & bit}
 
 
 def walk(seed: int) -> tuple[PrefixView, dict[int, Worker], int]:
@@ -66,7 +84,7 @@ def walk(seed: int) -> tuple[PrefixView, dict[int, Worker], int]:
     rng = random.Random(seed)
     view, workers, now = PrefixView(), {slot: Worker(slot, rng) for slot in range(3)}, 0.0
     for slot in workers:
-        view.join(slot, NUM_BLOCKS)
+        view.join(slot, NUM_BLOCKS + NUM_TIER_BLOCKS)
 
     def hear(worker: Worker, events: CacheEvents | None) -> None:
         if view.hear(worker.slot, events, now):
@@ -92,10 +110,11 @@ def walk(seed: int) -> tuple[PrefixView, dict[int, Worker], int]:
                         worker.wire.rotate(1)
             case 7 if rng.random() < 0.2:
                 view.leave(worker.slot)
-                view.join(worker.slot, NUM_BLOCKS)
+                view.join(worker.slot, NUM_BLOCKS + NUM_TIER_BLOCKS)
                 workers[worker.slot] = Worker(worker.slot, rng)
         for each in workers.values():
-            assert len(believed(view, each)) <= NUM_BLOCKS
+            num_believed = sum(holders >> each.slot & 1 for holders in view._holders.values())
+            assert num_believed <= NUM_BLOCKS + NUM_TIER_BLOCKS
     num_gaps = view.num_gaps
     for worker in workers.values():
         for _ in range(12):
@@ -112,7 +131,10 @@ def walk(seed: int) -> tuple[PrefixView, dict[int, Worker], int]:
 
 def check(view: PrefixView, workers: dict[int, Worker]) -> None:
     for worker in workers.values():
-        assert believed(view, worker) == worker.cached == view._told[worker.slot].keys
+        assert believed(view, worker) == worker.cached
+        told = view._told[worker.slot]
+        assert told.keys == worker.cached.keys()
+        assert told.below == {key for key, tier in worker.cached.items() if tier is not CacheTier.DEVICE}
 
 
 @pytest.fixture(autouse=True)
@@ -147,10 +169,16 @@ def keep_the_dead(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def snapshot_without_a_second_look(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is evicted before its piece goes out is said to be cached, after the event that said otherwise."""
-    monkeypatch.setattr(BlockPool, "is_cached", lambda self, block_hash: True)
+    place = BlockPool.place
+    monkeypatch.setattr(BlockPool, "place", lambda self, block_hash: place(self, block_hash) or CacheTier.DEVICE)
 
 
-@pytest.mark.parametrize("plant", [ignore_gaps, keep_the_dead, snapshot_without_a_second_look])
+def forget_to_lift(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is on the device again is believed to be in a tier below still."""
+    monkeypatch.setattr(PrefixView, "_lift", lambda self, slot, told, keys: None)
+
+
+@pytest.mark.parametrize("plant", [ignore_gaps, keep_the_dead, snapshot_without_a_second_look, forget_to_lift])
 def test_the_walks_find_a_planted_bug(plant, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
     plant(monkeypatch)
     with pytest.raises((AssertionError, KeyError)):
@@ -206,3 +234,46 @@ def test_a_worker_that_says_more_than_it_can_hold_is_not_believed() -> None:
     assert view.num_keys == 2
     assert view.hear(0, CacheEvents(2, keys(3), b""), 0.0)
     assert view.num_keys == 0
+
+
+def test_runs_know_tiers() -> None:
+    """Worker 0 has blocks 0 to 5: two on the device, two in the host, two on the disk; worker 1 all on the device."""
+    view = PrefixView()
+    for slot in (0, 1, 2):
+        view.join(slot, 10)
+    view.hear(1, CacheEvents(1, keys(*range(4)), b"", reset=True), 0.0)
+    assert not view.tiered
+    view.hear(0, CacheEvents(1, keys(0, 1), b"", True, keys(2, 3), keys(4, 5)), 0.0)
+    assert view.tiered
+    runs = view.runs(unpack_keys(keys(*range(8))))
+    assert [blocks_held(runs, slot) for slot in (0, 1, 2)] == [6, 4, 0]
+    assert [blocks_below(runs, slot) for slot in (0, 1, 2)] == [(2, 2), (0, 0), (0, 0)]
+    assert longest_on_device(runs).num_blocks == 4
+    assert longest_on_device(runs).holders == 0b10
+    view.hear(0, CacheEvents(2, keys(2, 3, 4, 5), b""), 0.0)
+    assert not view.tiered
+    runs = view.runs(unpack_keys(keys(*range(8))))
+    assert (blocks_held(runs, 0), blocks_below(runs, 0)) == (6, (0, 0))
+
+
+def test_runs_of_tiers_agree_with_a_look_into_each_cache() -> None:
+    rng = random.Random(6)
+    for _ in range(50):
+        view, caches = PrefixView(), []
+        for slot in range(20):
+            places = {n: rng.choice([CacheTier.DEVICE, *CacheTier]) for n in range(8) if rng.random() < 0.85}
+            caches.append(places)
+            said = {tier: keys(*(n for n in places if places[n] is tier)) for tier in CacheTier}
+            view.join(slot, 8)
+            event = CacheEvents(1, said[CacheTier.DEVICE], b"", True, said[CacheTier.HOST], said[CacheTier.DISK])
+            view.hear(slot, event, 0.0)
+        runs = view.runs(unpack_keys(keys(*range(8))))
+        longest = 0
+        for slot, places in enumerate(caches):
+            held = list(itertools.takewhile(places.__contains__, range(8)))
+            assert blocks_held(runs, slot) == len(held)
+            below = tuple(sum(places[n] is tier for n in held) for tier in (CacheTier.HOST, CacheTier.DISK))
+            assert blocks_below(runs, slot) == below
+            on_device = itertools.takewhile(lambda n, places=places: places.get(n) is CacheTier.DEVICE, range(8))
+            longest = max(longest, sum(1 for _ in on_device))
+        assert longest_on_device(runs).num_blocks == longest

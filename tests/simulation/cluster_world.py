@@ -105,12 +105,15 @@ class World:
         admission: AdmissionPolicy | None = None,
         routing: RoutingPolicy | None = None,
         adapters: tuple[Adapter | None, ...] = (None,),
+        tiers: tuple[int, int] = (0, 0),
     ):
         self.rng = random.Random(seed)
         self.faults = faults
         self.priorities = priorities  # given to requests in turn, and so are numbers of choices, and adapters
         self.choices = choices
         self.adapters = adapters
+        self.tiers = tiers  # slots of host memory and disk below each worker's pool
+        self.tier_rng = random.Random(f"tiers {seed}")  # so that a world without is as it was
         self.now = 0.0
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()

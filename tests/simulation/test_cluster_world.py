@@ -19,6 +19,7 @@ import engine.sequence_maker
 import router.dispatcher
 from cluster.router_streams import RouterStream, RouterStreams
 from cluster.worker_role import WorkerRole
+from core.blocks import CacheTier
 from core.identity import Adapter, namespace
 from core.membership import Life, Role
 from core.messages import RefuseReason
@@ -42,12 +43,14 @@ NUM_REQUESTS = 25
 SHARED_FAULTS = Faults(num_disturbances=8)
 PRIORITIES = (0, 0, 1, -1, 5)
 CHOICES = (1, 3, 1, 1, 2, 1, 1, 5)
+TIERS = ((0, 0), (6, 0), (0, 0), (4, 20))  # slots of host memory and disk of each worker
 ADAPTERS = (None, ADAPTER, None, None, ADAPTER, None, None)
 
 
 def run_world(seed: int, faults: Faults | None = None, num_routers: int = 1, num_requests: int = NUM_REQUESTS) -> World:
     adapters = (None,) if faults is ONLY_DRAINS else ADAPTERS
-    world = World(seed, faults or Faults(), PRIORITIES, CHOICES, num_routers, adapters=adapters)
+    tiers = TIERS[seed % len(TIERS)]
+    world = World(seed, faults or Faults(), PRIORITIES, CHOICES, num_routers, adapters=adapters, tiers=tiers)
     try:
         world.run(num_requests)
     except BaseException as error:
@@ -73,9 +76,12 @@ def test_every_stream_is_its_undisturbed_run_or_ends_in_an_error() -> None:
             seen[f"{kind} {outcome}"] += count
         seen["preempted"] += sum(host.scheduler.num_preemptions for host in world.hosts.values())
         seen["copied"] += sum(host.memory.copied_blocks for host in world.hosts.values())
+        for tier in CacheTier:
+            seen[f"{tier} hits"] += sum(host.pool.hit_blocks[tier] for host in world.hosts.values())
     # Every way out is walked, else this proves little.
     ways = ("finished", "finished choices", "finished with an adapter", "left", "migrated", "migrated choices",
-            "preempted", "copied", "switch in time", "switch not idle", "end in time")  # fmt: skip
+            "preempted", "copied", "device hits", "host hits", "disk hits",
+            "switch in time", "switch not idle", "end in time")  # fmt: skip
     assert chosen or all(seen[way] for way in (*ways, "Rejected")), seen
 
 

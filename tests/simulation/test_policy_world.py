@@ -60,6 +60,8 @@ class PolicyWorld(World):
         return RoutingPolicy(
             local_prefill_cost=choose([None, 1.0, MOST]),
             overlap_weight=choose([0.0, 1.0]),
+            host_overlap_weight=self.tier_rng.choice([0.0, 1.0]),
+            disk_overlap_weight=self.tier_rng.choice([0.0, 1.0]),
             kv_token_cost=choose([0.0, 1000.0]),
             transfer_weight=choose([0.0, 1000.0]),
             imbalance=choose([1.0, MOST]),

@@ -43,6 +43,7 @@ from kv_transfer.effects import (
 )
 from kv_transfer.session import HandoffSessions
 from prefill_worker.session import LookUpPrefix, PrefillConfig, PrefillSession
+from tests.engine.token_tiers import TokenTiers
 from tests.simulation.chained_kv import ADAPTER, BLOCK_SIZE, LIMITS, ChainMemory, WriteIntoForeignBlock
 from tests.worker_info import worker_info
 
@@ -70,16 +71,25 @@ class Host:
         self.alive = True
         self.frozen = False
         self._on_thaw: list[Callable[[], None]] = []
-        self.pool = BlockPool(world.num_blocks)
-        self.memory = ChainMemory(self.pool, world.salts.__getitem__)
+        self.tiers = TokenTiers(*world.tiers)
+        self.tiers.decisions.on_work = self.drive_disk
+        self.disk_is_busy = False
+        self.pool = BlockPool(world.num_blocks, self.tiers.decisions)
+        self.memory = self.tiers.memory = ChainMemory(self.pool, world.salts.__getitem__)
         budget = world.rng.choice([8, 16, 64])
         self.scheduler = Scheduler(SchedulerConfig(budget, 16), self.pool, LIMITS, b"id", _no_watch, adapters=[ADAPTER])
         policy = world.rng.choice(list(LoadFailurePolicy))
         self.handoffs = HandoffSessions(ref, self.pool, LEASE, self.pool.match, load_failure=policy)
         self.streams = RouterStreams(self.pool)
         self.role = WorkerRole(role, self.make_session, self.streams.send, self.scheduler, self.handoffs)
-        adapters = frozenset({ADAPTER})
-        self.info = worker_info(ref, role, block_size=BLOCK_SIZE, num_blocks=world.num_blocks, adapters=adapters)
+        self.info = worker_info(
+            ref,
+            role,
+            block_size=BLOCK_SIZE,
+            num_blocks=world.num_blocks,
+            adapters=frozenset({ADAPTER}),
+            num_tier_blocks=sum(world.tiers),
+        )
         self.links: dict[Link, float] = {}  # and when its router was heard
         self.peers: dict[WorkerRef, None] = {}  # known and not dead
         self.connected: dict[WorkerRef, None] = {}
@@ -256,6 +266,29 @@ class Host:
     def find(self, ref: WorkerRef) -> Host | None:
         host = self.world.hosts[ref.worker_id]
         return host if host.ref == ref and host.alive else None
+
+    # --- the disk ---
+
+    def drive_disk(self) -> None:
+        """One operation at a time; now and then it forgets, and sometimes it fails for good."""
+        rng = self.world.tier_rng
+        if self.disk_is_busy or not self.tiers.io():
+            return
+        self.disk_is_busy = True
+        if rng.random() < 0.1:
+            self.tiers.rot(rng)
+        fails = rng.random() < 0.002
+
+        def end() -> None:
+            if fails:
+                self.tiers.decisions.lose_disk()
+            else:
+                self.tiers.io()
+                self.disk_is_busy = False
+                self.drive_disk()
+            self.perform(self.session.tick(self.world.now))
+
+        self.world.at(rng.uniform(0, 0.1), lambda: self.do(end))
 
     # --- steps and time ---
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from cluster.router_streams import RouterStream
+from core.blocks import CacheTier
 from core.errors import BadRequest, Rejected
 from core.identity import pack_keys, unpack_keys
 from core.membership import Life, WorkerLoad, WorkerRef
@@ -28,6 +29,7 @@ from router.dispatcher import Dispatcher
 from router.effects import Deliver, Effect, Fail, Planned, RaceEnded, Send
 from router.policy.prompt_keys import prompt_keys
 from router.policy.routing_policy import RoutingPolicy
+from router.prefix_view import PrefixView
 from router.view import ClusterView
 from tests.simulation.world_client import Client
 from tests.simulation.world_host import Host
@@ -236,8 +238,11 @@ class Router:
         for ref, link in self.links.items():
             worker = self.view.get(ref)
             assert worker is not None
-            known = {key for key, holders in prefixes._holders.items() if holders >> worker.slot & 1}
-            cached = set(unpack_keys(pack_keys(link.host.pool.cached_hashes())))
+            slot = worker.slot
+            known = {key: tier_of(prefixes, key, slot) for key, bits in prefixes._holders.items() if bits >> slot & 1}
+            pool = link.host.pool
+            places = {block_hash: pool.place(block_hash) for block_hash in pool.all_hashes()}
+            cached = dict(zip(unpack_keys(pack_keys(places)), places.values(), strict=True))
             if known != cached and not link.tail_is_lost:
                 raise WrongView(f"{ref}: {len(known)} keys known, {len(cached)} cached")
         slots = [worker.slot for worker in self.view.workers()]
@@ -311,3 +316,11 @@ class Router:
                             raise PlannedOntoNobody(f"{request_id} onto {ref}: {planned}")
                     client = self.clients[request_id]
                     client.num_migrations += any(client.received)
+
+
+def tier_of(prefixes: PrefixView, key: int, slot: int) -> CacheTier:
+    """Where a router believes that a worker has a block, of which it believes that it has it."""
+    for tier, holders in ((CacheTier.HOST, prefixes._host), (CacheTier.DISK, prefixes._disk)):
+        if holders.get(key, 0) >> slot & 1:
+            return tier
+    return CacheTier.DEVICE

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from prometheus_client import CollectorRegistry, generate_latest
 
+from core.blocks import CacheTier
 from router.admission.policy import Band
 from telemetry.router_metrics import PolicyMetrics, RouterMetrics, RouterState, RouterStateCollector, RoutingMetrics
 from telemetry.slo_metrics import SloTargets
@@ -56,6 +57,10 @@ ROUTER_FAMILIES = {
 }
 TRACE_FAMILIES = {"tandem_trace_spans_lost"}  # of both, where they trace
 WORKER_FAMILIES = {
+    "tandem_cache_blocks",
+    "tandem_cache_bytes",
+    "tandem_cache_damaged_blocks",
+    "tandem_cache_hit_blocks",
     "tandem_kv_handoffs_open",
     "tandem_kv_transfer_bytes",
     "tandem_kv_transfer_damaged_pushes",
@@ -99,6 +104,10 @@ STATE = WorkerState(
     index_lookups=7,
     index_hit_blocks=8,
     index_failures=9,
+    cache_hit_blocks={CacheTier.DEVICE: 11, CacheTier.HOST: 12, CacheTier.DISK: 0},
+    cache_blocks={CacheTier.DEVICE: 2, CacheTier.HOST: 3},
+    cache_damaged_blocks=1,
+    block_bytes=1024,
     price_per_hour=2.5,
     energy_joules=12.0,
 )
@@ -172,6 +181,10 @@ def test_worker_numbers() -> None:
         'tandem_kv_transfer_stage_seconds_count{stage="verify"} 2.0',
         "tandem_kv_transfer_damaged_pushes_total 1.0",
         "tandem_kv_transfer_zombies 1.0",
+        'tandem_cache_hit_blocks_total{tier="host"} 12.0',
+        'tandem_cache_blocks{tier="device"} 2.0',
+        'tandem_cache_bytes{tier="host"} 3072.0',
+        "tandem_cache_damaged_blocks_total 1.0",
         "tandem_worker_price_per_hour 2.5",
         "tandem_worker_energy_joules_total 12.0",
     ):

@@ -81,6 +81,11 @@ capabilities:
   {{- end }}
 {{- end -}}
 
+{{/* Not empty for pods of workers with a disk tier. */}}
+{{- define "tandem.hasDiskCache" -}}
+{{- if and .root.Values.config.disk_cache_bytes (has .component (list "prefill" "decode")) }}yes{{ end -}}
+{{- end -}}
+
 {{- define "tandem.volumes" -}}
 {{- $model := .root.Values.model -}}
 - name: config
@@ -88,6 +93,10 @@ capabilities:
     name: {{ include "tandem.fullname" .root }}-config
 - name: tmp
   emptyDir: {}
+{{- if include "tandem.hasDiskCache" . }}
+- name: cache
+  emptyDir: {}
+{{- end }}
 {{- with .values.shmSize }}
 - name: shm
   emptyDir:
@@ -159,6 +168,9 @@ volumeMounts:
   - {name: config, mountPath: /etc/tandem, readOnly: true}
   - {name: model, mountPath: /models, readOnly: true}
   - {name: tmp, mountPath: /tmp}
+  {{- if include "tandem.hasDiskCache" . }}
+  - {name: cache, mountPath: /cache}
+  {{- end }}
   {{- if .values.shmSize }}
   - {name: shm, mountPath: /dev/shm}
   {{- end }}

@@ -26,7 +26,7 @@ class WorkerRef(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ...) -> None: ...
 
 class WorkerInfo(_message.Message):
-    __slots__ = ("ref", "role", "address", "identity_digest", "block_size", "block_bytes", "num_blocks", "max_context_tokens", "metrics_address", "nvlink_domain", "adapters")
+    __slots__ = ("ref", "role", "address", "identity_digest", "block_size", "block_bytes", "num_blocks", "max_context_tokens", "metrics_address", "nvlink_domain", "adapters", "num_tier_blocks")
     REF_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -38,6 +38,7 @@ class WorkerInfo(_message.Message):
     METRICS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     NVLINK_DOMAIN_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TIER_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     ref: WorkerRef
     role: Role
     address: str
@@ -49,7 +50,8 @@ class WorkerInfo(_message.Message):
     metrics_address: str
     nvlink_domain: str
     adapters: _containers.RepeatedCompositeFieldContainer[Adapter]
-    def __init__(self, ref: _Optional[_Union[WorkerRef, _Mapping]] = ..., role: _Optional[_Union[Role, str]] = ..., address: _Optional[str] = ..., identity_digest: _Optional[bytes] = ..., block_size: _Optional[int] = ..., block_bytes: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_context_tokens: _Optional[int] = ..., metrics_address: _Optional[str] = ..., nvlink_domain: _Optional[str] = ..., adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ...) -> None: ...
+    num_tier_blocks: int
+    def __init__(self, ref: _Optional[_Union[WorkerRef, _Mapping]] = ..., role: _Optional[_Union[Role, str]] = ..., address: _Optional[str] = ..., identity_digest: _Optional[bytes] = ..., block_size: _Optional[int] = ..., block_bytes: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_context_tokens: _Optional[int] = ..., metrics_address: _Optional[str] = ..., nvlink_domain: _Optional[str] = ..., adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ..., num_tier_blocks: _Optional[int] = ...) -> None: ...
 
 class Adapter(_message.Message):
     __slots__ = ("name", "digest")
@@ -293,16 +295,20 @@ class GivenWork(_message.Message):
     def __init__(self, num_requests: _Optional[int] = ..., num_tokens: _Optional[int] = ..., prompt_tokens: _Optional[int] = ...) -> None: ...
 
 class CacheEvents(_message.Message):
-    __slots__ = ("sequence", "stored", "evicted", "reset")
+    __slots__ = ("sequence", "stored", "evicted", "reset", "host", "disk")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     STORED_FIELD_NUMBER: _ClassVar[int]
     EVICTED_FIELD_NUMBER: _ClassVar[int]
     RESET_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    DISK_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     stored: bytes
     evicted: bytes
     reset: bool
-    def __init__(self, sequence: _Optional[int] = ..., stored: _Optional[bytes] = ..., evicted: _Optional[bytes] = ..., reset: _Optional[bool] = ...) -> None: ...
+    host: bytes
+    disk: bytes
+    def __init__(self, sequence: _Optional[int] = ..., stored: _Optional[bytes] = ..., evicted: _Optional[bytes] = ..., reset: _Optional[bool] = ..., host: _Optional[bytes] = ..., disk: _Optional[bytes] = ...) -> None: ...
 
 class TokenDelta(_message.Message):
     __slots__ = ("request_id", "position", "token_ids", "finish_reason", "matched_stop", "message", "usage", "logprobs", "choice", "prompt_logprobs")
