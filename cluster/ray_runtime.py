@@ -43,6 +43,7 @@ PRIVATE_ENVIRONMENT: Final = {
     "RAY_AUTH_MODE": "token",
     "RAY_worker_niceness": "0",  # Ray's default of 15 would let any other process starve the engine
     "RAY_memory_monitor_refresh_ms": "0",  # our pools are bounded; Ray must not kill a worker because others use memory
+    "RAY_process_group_cleanup_enabled": "true",  # what a dead worker had started is killed, frozen or not: its ranks
 }
 
 

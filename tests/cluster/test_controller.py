@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from random import SystemRandom
@@ -181,6 +182,24 @@ async def test_everything_listens_on_loopback_only(make_cluster: Any) -> None:
     # The control: an open socket is found.
     async with await asyncio.start_server(lambda *_: None, "0.0.0.0", 0):
         assert not all(map(is_loopback, listening_addresses([os.getpid()])))
+
+
+class Parent:
+    """An actor with a process below it, as a worker has its ranks."""
+
+    async def start_one(self) -> tuple[int, int]:
+        command = [sys.executable, "-c", "import time; time.sleep(600)"]
+        return os.getpid(), (await asyncio.create_subprocess_exec(*command)).pid
+
+
+async def test_what_an_actor_has_started_ends_with_it_also_when_it_is_frozen(ray_runtime: RayRuntime) -> None:
+    """A rank that has not come to ask the kernel for that can do nothing for itself."""
+    own, below = await ray_runtime.create(Parent, "parent").call("start_one", timeout_s=20.0)
+    process = processes.find(below)
+    assert process is not None and processes.is_alive(process)
+    os.kill(below, signal.SIGSTOP)
+    os.kill(own, signal.SIGKILL)
+    assert not await processes.wait_gone([process], timeout_s=20.0)
 
 
 async def test_an_actor_has_its_thread_settings_and_no_ray_priority(ray_runtime: RayRuntime, tmp_path: Path) -> None:

@@ -218,6 +218,7 @@ env:
 - {name: RAY_USAGE_STATS_ENABLED, value: "0"}
 - {name: RAY_worker_niceness, value: "0"}  # Ray's 15 would let any other process starve the engine
 - {name: RAY_memory_monitor_refresh_ms, value: "0"}  # our pools are bounded; the pod has a limit of its own
+- {name: RAY_process_group_cleanup_enabled, value: "true"}  # what a dead worker had started is killed, frozen or not: its ranks
 - {name: RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S, value: "0"}  # preStop has drained; Ray would wait 30 s for its worker to end
 - {name: RAY_gcs_rpc_server_reconnect_timeout_s, value: "600"}  # how long a worker waits for a head that is away
 {{- with .Values.ray.auth }}
