@@ -36,7 +36,7 @@ from router.books import Books
 from router.config import DispatcherConfig
 from router.drain import must_leave
 from router.effects import Deliver, Effect, RaceEnded, Send
-from router.flow import Flow, Leg, Output, Stage
+from router.flow import Flow, Leg, Output, Stage, suspects_of
 from router.open_requests import OpenRequests
 from router.planner import Planner
 from router.view import ClusterView
@@ -140,11 +140,12 @@ class Dispatcher:
         self._view.lose(worker, now)
         error = WorkerLost(worker.worker_id, "it died or its stream broke")
         effects: list[Effect] = []
+        suspects = suspects_of(worker, self._open.legs(), self._config.tokens_ahead)
         for flow in list(self._open.flows.values()):
             lost = [leg for leg in flow.legs if leg.stage is not Stage.QUEUED and leg.uses(worker)]
-            suspects = [leg for leg in lost if leg.is_computed_on(worker)]
-            if suspects:
-                flow.blame(any(leg.has_new_tokens for leg in suspects))
+            suspected = [leg for leg in lost if leg in suspects]
+            if suspected:
+                flow.blame(any(leg.has_new_tokens for leg in suspected))
             else:
                 flow.pardon()
             effects += self._go_on(flow, lost, error, now)

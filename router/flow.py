@@ -12,7 +12,7 @@ ends the other. A leg's stages:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Final
@@ -167,3 +167,17 @@ class Leg:
             sampling=self.request.sampling.for_choice(index),
             output_token_ids=tuple(self.flow.outputs[self.choices[index]].tokens),
         )
+
+
+def suspects_of(worker: WorkerRef, legs: Iterable[Leg], tokens_ahead: int) -> set[Leg]:
+    """What may have ended a worker: streams that it decoded, and of its prompts those that it can have begun, which
+    ordinarily is all that are out there (router/admission/room.py). Where the last workers have all that others had,
+    most prompts only wait, and would be blamed for one death after the other."""
+    computed = [leg for leg in legs if leg.is_computed_on(worker)]
+    suspects = {leg for leg in computed if leg.has_new_tokens}
+    ahead = 0
+    for leg in sorted(computed, key=lambda leg: (leg.request.priority, leg.prefill_begun_s)):
+        if leg not in suspects and ahead < tokens_ahead:
+            suspects.add(leg)
+            ahead += leg.computed_tokens
+    return suspects

@@ -37,6 +37,7 @@ from core.request import (
     TokenDelta,
     WorkUsage,
 )
+from router.admission.policy import AdmissionPolicy, QueuePolicy
 from router.admission.room import PromptsOut
 from router.config import DispatcherConfig
 from router.dispatcher import Dispatcher
@@ -583,6 +584,21 @@ def test_a_request_is_not_blamed_for_its_workers_deaths_while_others_die_as_ofte
                 cluster.dispatcher.worker_lost(cluster.refs[without], 0.0)
                 cluster.join(without, life=f"{kills}.2")
         assert kills == (20 if others_die else 3)
+
+
+def test_of_many_prompts_at_a_worker_that_dies_only_those_that_it_can_have_begun_are_blamed() -> None:
+    """One that kills has been begun at each death, so that it is stopped all the same."""
+    cluster = Cluster("d1", max_silent_failures=2, tokens_ahead=40)
+    cluster.dispatcher.admission.policy = AdmissionPolicy(queue=QueuePolicy(tokens_ahead=10_000))
+    for number in range(5):
+        assert planned_on(cluster.submit(f"r{number}")) == [("d1", None)]
+    left = []
+    for kill in range(5):
+        cluster.dispatcher.worker_lost(cluster.refs["d1"], 0.0)
+        cluster.join("d1", life=str(kill + 2))
+        left.append(list(cluster.dispatcher._open.flows))
+    rest = ["r2", "r3", "r4"]
+    assert left[1:] == [rest, rest, ["r4"], ["r4"]] and len(left[0]) == 5
 
 
 def test_requests_that_kill_workers_in_turn_do_not_excuse_each_other_for_ever() -> None:
