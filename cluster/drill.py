@@ -19,7 +19,7 @@ import aiohttp
 from tandem.v1 import worker_pb2
 
 from cluster import processes
-from cluster.api_key import key_headers
+from cluster.api_key import key_headers, refusal
 from cluster.self_check import CheckFailed, settled_blocks
 from cluster.status_client import fetch_status
 from core.errors import BadRequest
@@ -97,7 +97,7 @@ class Drill:
         try:
             async with self._session.get(url) as response:
                 if response.status != 200:
-                    raise CheckFailed(f"{url}: HTTP {response.status}: {(await response.text())[:200]}")
+                    raise CheckFailed(f"{url}: {refusal(response.status, await response.text())}")
                 return str((await response.json())["data"][0]["id"])
         except (aiohttp.ClientError, TimeoutError) as error:
             raise CheckFailed(f"{url}: {type(error).__name__}: {error}") from error
@@ -197,7 +197,7 @@ class Drill:
         try:
             async with self._session.post(f"{self._target.http_url}/v1/completions", json=body) as response:
                 if response.status != 200:
-                    raise CheckFailed(f"a request was refused: HTTP {response.status}: {(await response.text())[:200]}")
+                    raise CheckFailed(f"a request was refused: {refusal(response.status, await response.text())}")
                 async for line in response.content:
                     if line.startswith(b"data: {"):
                         _read(json.loads(line[6:]), stream)

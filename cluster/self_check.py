@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import aiohttp
 
-from cluster.api_key import key_headers
+from cluster.api_key import key_headers, refusal
 from cluster.status_client import fetch_status
 from core.errors import TandemError
 
@@ -121,7 +121,7 @@ async def complete(
     try:
         async with session.post(f"{http_url}/v1/completions", json=body) as response:
             if response.status != 200:
-                raise CheckFailed(f"{prefill} prefill: HTTP {response.status}: {(await response.text())[:500]}")
+                raise CheckFailed(f"{prefill} prefill: {refusal(response.status, await response.text())}")
             reply = await response.json()
     except (aiohttp.ClientError, TimeoutError) as error:
         raise CheckFailed(f"{prefill} prefill: {type(error).__name__}: {error}") from error

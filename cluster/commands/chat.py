@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import http.client
 import json
 import urllib.parse
 from collections.abc import Iterator
 from typing import Any, Final
 
-from cluster.api_key import VARIABLE, key_headers
+from cluster.api_key import VARIABLE, key_headers, refusal
 from core.errors import BadRequest, TandemError
 
 TIMEOUT_S: Final = 120.0  # between two pieces of an answer
@@ -118,16 +117,6 @@ def _parts(url: str) -> tuple[bool, str, int | None, str]:
     return parts.scheme == "https", host, port, parts.path.rstrip("/").removesuffix("/v1")
 
 
-def _refusal(status: int, body: bytes) -> str:
-    """The message of the front's error, or what else it answered; and where the key comes from, if it is about that."""
-    text = body.decode(errors="replace")
-    with contextlib.suppress(ValueError, TypeError, LookupError):
-        text = str(json.loads(text)["error"]["message"])
-    if status == 401:
-        text += f"; {VARIABLE} in the environment is {'another one' if key_headers() else 'not set'}"
-    return f"HTTP {status}: {text}"
-
-
 class _Reply:
     """One HTTP exchange by the standard library alone: no proxy from the environment, and quick to import."""
 
@@ -147,7 +136,8 @@ class _Reply:
         except (OSError, http.client.HTTPException) as error:
             raise ChatFailed(f"{self._url}: {error}") from None
         if self._response.status != 200:
-            raise ChatFailed(_refusal(self._response.status, self._response.read(MAX_REFUSAL_BYTES)))
+            text = self._response.read(MAX_REFUSAL_BYTES).decode(errors="replace")
+            raise ChatFailed(refusal(self._response.status, text))
         return self
 
     def lines(self) -> Iterator[str]:

@@ -69,6 +69,18 @@ async def test_a_fault_fails_the_check(app_settings: dict[str, Any], used_blocks
     assert message in str(caught.value)
 
 
+async def test_where_a_key_comes_from_is_said_when_one_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def refuse(_request: web.Request) -> web.Response:
+        return web.json_response({"error": {"message": "an API key is needed"}}, status=401)
+
+    monkeypatch.delenv("TANDEM_API_KEY", raising=False)
+    app = web.Application()
+    app.router.add_post("/v1/completions", refuse)
+    async with running(app, StubRouterService()) as (url, _):
+        with pytest.raises(CheckFailed, match="an API key is needed; TANDEM_API_KEY in the environment is not"):
+            await check_request(url, "tiny")
+
+
 async def test_an_error_of_the_front_is_shown() -> None:
     async with running(web.Application(), StubRouterService()) as (url, _):
         with pytest.raises(CheckFailed, match="HTTP 404"):
