@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,8 @@ def any_core() -> Iterator[set[int]]:
     before = os.sched_getaffinity(0)
     yield before
     for thread in os.listdir("/proc/self/task"):
-        os.sched_setaffinity(int(thread), before)
+        with suppress(ProcessLookupError):  # it has just ended
+            os.sched_setaffinity(int(thread), before)
 
 
 @pytest.mark.parametrize("names", ["lo", "all", "mlx5_0:2", "mlx5_0:1,lo"])
