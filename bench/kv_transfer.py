@@ -36,8 +36,7 @@ from kv_transfer.doorbell import Doorbell
 from kv_transfer.nixl import NixlTransport
 from kv_transfer.nixl_library import load_nixl
 from kv_transfer.nixl_probe import Envelope
-from kv_transfer.pool import MemoryPool
-from kv_transfer.transport import PoolDescription
+from kv_transfer.pool import MemoryPool, PoolDescription
 
 BLOCK_SIZES: Final = (16 << 10, 64 << 10, 256 << 10, 720 << 10, 2880 << 10)  # 720 KiB: SmolLM2-135M, 16 tokens, float32
 POOL_BYTES: Final = 720 << 20
@@ -148,16 +147,16 @@ def socket_path(blocks: np.ndarray, port: int) -> Path:
 
 
 def bare_nixl_path(blocks: np.ndarray, peer: PoolDescription) -> Path:
-    agent: Any = load_nixl("DRAM").open_agent(f"bare@{os.getpid()}-{peer.block_bytes}")
+    agent: Any = load_nixl("DRAM").open_agent(f"bare@{os.getpid()}-{peer.pool.block_bytes}")
     agent.register_memory([(blocks.ctypes.data, blocks.nbytes, 0, "")], "DRAM")
     envelope, doorbell = Envelope.decode(peer.agent_metadata), Doorbell("127.0.0.1")
     name = agent.add_remote_agent(envelope.metadata).decode()
 
     def prepare(side: str, address: int) -> Any:
-        row = [address, peer.block_bytes, 0, peer.block_bytes, peer.num_blocks]
+        row = [address, peer.pool.block_bytes, 0, peer.pool.block_bytes, peer.pool.num_blocks]
         return agent.prep_xfer_dlist(side, np.array([row], dtype=np.uint64), "DRAM")
 
-    ours, theirs = prepare("NIXL_INIT_AGENT", blocks.ctypes.data), prepare(name, peer.base_addresses[0])
+    ours, theirs = prepare("NIXL_INIT_AGENT", blocks.ctypes.data), prepare(name, peer.pool.base_addresses[0])
 
     def write(source: list[int], target: list[int]) -> None:
         source_ids, target_ids = np.array(source, dtype=np.int32), np.array(target, dtype=np.int32)

@@ -16,8 +16,8 @@ from core.errors import PeerRefused, WorkerLost
 from core.membership import WorkerInfo, WorkerRef
 from core.messages import PeerConnected
 from kv_transfer.driver import HandoffDriver
+from kv_transfer.pool import PoolDescription
 from kv_transfer.pool_codec import decode_pool, encode_pool
-from kv_transfer.transport import PoolDescription
 from telemetry.logs import log_state
 from telemetry.tasks import Spawn
 

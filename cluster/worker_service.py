@@ -18,10 +18,9 @@ from core.errors import BadRequest, PeerRefused
 from core.membership import WorkerRef
 from core.messages import Command
 from kv_transfer.membership_codec import decode_ref
-from kv_transfer.pool import require_compatible
+from kv_transfer.pool import PoolDescription, require_compatible
 from kv_transfer.pool_codec import decode_pool, encode_pool
 from kv_transfer.stream_codec import decode_command, encode_answer
-from kv_transfer.transport import PoolDescription
 from telemetry.logs import log_state
 from telemetry.tasks import Spawn
 

@@ -19,8 +19,9 @@ from kv_transfer.credit import AskedPush, PushCredit
 from kv_transfer.effects import Effect, Notify, Push, SourceEnded, TargetFailed, TargetLanded
 from kv_transfer.notice_codec import decode_notice, encode_notice
 from kv_transfer.pace import TransferPace
+from kv_transfer.pool import PoolDescription
 from kv_transfer.session import HandoffSessions
-from kv_transfer.transport import PeerLink, PoolDescription, Transport
+from kv_transfer.transport import PeerLink, Transport
 from telemetry.logs import log_state
 from telemetry.tasks import BackgroundTasks
 

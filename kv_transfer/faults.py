@@ -16,8 +16,8 @@ from typing import Final
 
 from core.errors import BadRequest, TransferFailed, WorkerLost
 from core.membership import WorkerRef
-from kv_transfer.stats import TransportStats
-from kv_transfer.transport import LostHandler, NoticeHandler, PeerLink, PoolDescription, Transport
+from kv_transfer.pool import PoolDescription
+from kv_transfer.transport import LostHandler, NoticeHandler, PeerLink, Transport, TransportStats
 
 Later = Callable[[float, Callable[[], None]], object]  # (seconds, what to do then)
 
@@ -157,7 +157,7 @@ class FaultyTransport:
 
     def _with_a_wrong_one(self, blocks: Sequence[int]) -> list[int]:
         wrong = self._random.randrange(len(blocks))
-        num_blocks = self.describe().num_blocks
+        num_blocks = self.describe().pool.num_blocks
         return [(block + 1) % num_blocks if index == wrong else block for index, block in enumerate(blocks)]
 
     def _happens(self, chance: float) -> bool:

@@ -28,9 +28,8 @@ from kv_transfer.nixl_operation import Completion
 from kv_transfer.nixl_probe import LANE_LOOPBACK, NUM_PROBES, Envelope, Probe, infer_path, network_bytes_sent, this_host
 from kv_transfer.nixl_thread import NixlThread
 from kv_transfer.polling import PollingPeriods
-from kv_transfer.pool import MemoryPool, require_blocks, require_compatible
-from kv_transfer.stats import TransportStats
-from kv_transfer.transport import LostHandler, NoticeHandler, PeerLink, PoolDescription
+from kv_transfer.pool import MemoryPool, PoolDescription, require_blocks, require_compatible
+from kv_transfer.transport import LostHandler, NoticeHandler, PeerLink, TransportStats
 
 logger = logging.getLogger(__name__)
 
@@ -105,11 +104,7 @@ class NixlTransport:
             identity=identity,
             transport=TRANSPORT_NAME,
             transport_version=TRANSPORT_VERSION,
-            base_addresses=pool.base_addresses,
-            block_bytes=pool.block_bytes,
-            num_blocks=pool.num_blocks,
-            device_ids=pool.device_ids,
-            memory_kind=pool.memory_kind,
+            pool=pool,
             agent_metadata=envelope.encode(),
         )
 
@@ -177,13 +172,13 @@ class NixlTransport:
     async def _connect(self, peer: PoolDescription) -> PeerLink:
         envelope = Envelope.decode(peer.agent_metadata)
         scratch = envelope.scratch_of(peer)
-        pool = MemoryPool.of(peer)
+        pool = peer.pool
         await self._call(lambda engine: engine.add_peer(peer.ref, envelope.metadata, pool, scratch, envelope.bell))
         try:
             async with asyncio.timeout(self._config.connect_timeout_s):
                 link = await self._warm(peer.ref, scratch.run_bytes, envelope.host == this_host())
             # Before the engine may report its loss, so that the loss finds it.
-            self._connections[peer.ref] = _Connection(link, peer.num_blocks)
+            self._connections[peer.ref] = _Connection(link, peer.pool.num_blocks)
             await self._call(lambda engine: engine.announce(peer.ref))
         except BaseException as error:
             self._connections.pop(peer.ref, None)

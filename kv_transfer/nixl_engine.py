@@ -23,7 +23,7 @@ from kv_transfer.doorbell import BellAddress
 from kv_transfer.nixl_library import LOCAL_SIDE, Indices, NixlLibrary, prepare_blocks, register_region
 from kv_transfer.nixl_operation import Completion, Operation, Peer
 from kv_transfer.pool import MemoryPool
-from kv_transfer.stats import TransportStats
+from kv_transfer.transport import TransportStats
 
 logger = logging.getLogger(__name__)
 

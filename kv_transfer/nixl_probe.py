@@ -13,8 +13,7 @@ from uuid import UUID
 
 from core.errors import PeerRefused
 from kv_transfer.doorbell import BellAddress
-from kv_transfer.pool import MemoryPool
-from kv_transfer.transport import PoolDescription
+from kv_transfer.pool import MemoryPool, PoolDescription
 
 # What `PeerLink.lane` says: inferred, as NIXL does not tell which transport UCX chose.
 LANE_MEMORY: Final = "shared-memory"  # CMA
@@ -63,7 +62,8 @@ class Envelope:
         return cls(address, num_bytes, host, (bell, port), data[metadata_at:])
 
     def scratch_of(self, peer: PoolDescription) -> MemoryPool:
-        return MemoryPool((self.scratch_address,), 1, self.scratch_bytes, peer.memory_kind, peer.device_ids[:1])
+        pool = peer.pool
+        return MemoryPool((self.scratch_address,), 1, self.scratch_bytes, pool.memory_kind, pool.device_ids[:1])
 
 
 @cache

@@ -1,4 +1,5 @@
-"""What every backend checks before a byte moves: that two pools match, and that block ids lie inside them."""
+"""Where a worker's KV blocks lie, and what every backend checks before a byte moves: that two pools match, and that
+block ids lie inside them."""
 
 from __future__ import annotations
 
@@ -7,7 +8,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from core.errors import InvariantBroken, PeerRefused
-from kv_transfer.transport import PoolDescription
+from core.identity import CacheIdentity
+from core.membership import WorkerRef
 
 MEMORY_KINDS: Final = ("DRAM", "VRAM")
 
@@ -32,16 +34,17 @@ class MemoryPool:
     def run_bytes(self) -> int:
         return self.num_blocks * self.part_bytes
 
-    @classmethod
-    def of(cls, description: PoolDescription) -> MemoryPool:
-        """The pool that a peer says it has."""
-        return cls(
-            base_addresses=description.base_addresses,
-            num_blocks=description.num_blocks,
-            block_bytes=description.block_bytes,
-            memory_kind=description.memory_kind,
-            device_ids=description.device_ids,
-        )
+
+@dataclass(frozen=True, slots=True)
+class PoolDescription:
+    """What a peer must know to write into a worker's pool. Compared, then connected to."""
+
+    ref: WorkerRef
+    identity: CacheIdentity
+    transport: str  # backend name: "nixl"
+    transport_version: str  # must match exactly: mixed NIXL versions crash each other (docs/adr)
+    pool: MemoryPool
+    agent_metadata: bytes
 
 
 def require_compatible(ours: PoolDescription, theirs: PoolDescription) -> None:
@@ -51,14 +54,11 @@ def require_compatible(ours: PoolDescription, theirs: PoolDescription) -> None:
     for name in ("transport", "transport_version"):
         _require_same(name, getattr(ours, name), getattr(theirs, name))
     ours.identity.require_equal(theirs.identity)
-    _require_same("block_bytes", ours.block_bytes, theirs.block_bytes)
-    for name in (
-        "base_addresses",
-        "device_ids",
-    ):  # how many ranks there are is in the identity; this must be true to it
-        _require_same(name, len(ours.base_addresses), len(getattr(theirs, name)))
-    if theirs.memory_kind not in MEMORY_KINDS:
-        raise PeerRefused("memory_kind", MEMORY_KINDS, theirs.memory_kind)
+    _require_same("block_bytes", ours.pool.block_bytes, theirs.pool.block_bytes)
+    for name in ("base_addresses", "device_ids"):  # the identity has the number of ranks; this must be true to it
+        _require_same(name, len(ours.pool.base_addresses), len(getattr(theirs.pool, name)))
+    if theirs.pool.memory_kind not in MEMORY_KINDS:
+        raise PeerRefused("memory_kind", MEMORY_KINDS, theirs.pool.memory_kind)
 
 
 def require_blocks(

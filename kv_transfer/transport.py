@@ -11,25 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from core.identity import CacheIdentity
 from core.membership import WorkerRef
-from kv_transfer.stats import TransportStats
-
-
-@dataclass(frozen=True, slots=True)
-class PoolDescription:
-    """What a peer must know to write into a worker's pool. Compared, then connected to."""
-
-    ref: WorkerRef
-    identity: CacheIdentity
-    transport: str  # backend name: "nixl"
-    transport_version: str  # must match exactly: mixed NIXL versions crash each other (docs/adr)
-    base_addresses: tuple[int, ...]  # of each rank's memory: kv_transfer.pool.MemoryPool
-    block_bytes: int
-    num_blocks: int
-    device_ids: tuple[int, ...]
-    memory_kind: str  # "DRAM" or "VRAM"
-    agent_metadata: bytes
+from kv_transfer.pool import PoolDescription
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +22,15 @@ class PeerLink:
     peer: WorkerRef
     lane: str  # "shared-memory", "cuda-ipc", "rdma", "tcp-loopback", "tcp": where the probe's bytes really went
     probe_gbps: float  # gigabytes per second of the probe
+
+
+@dataclass(slots=True)
+class TransportStats:
+    """A total since start and two gauges. Written by one thread; read a copy of it through `stats()`."""
+
+    peers_lost: int = 0  # since start
+    in_flight: int = 0  # posted, not settled
+    zombies: int = 0  # the ones in flight to a peer that was dropped or lost
 
 
 NoticeHandler = Callable[[WorkerRef, bytes], None]
@@ -86,7 +78,10 @@ class Transport(Protocol):
         ...
 
     async def drop(self, peer: WorkerRef) -> None:
-        """Forget a peer: after this no operation to it is in flight or will be. Unknown peers are ignored."""
+        """Forget a peer: after this no operation to it is in flight or will be. Unknown peers are ignored.
+
+        Raises: TransferFailed: some are, and have not settled within the backend's bound.
+        """
         ...
 
     async def close(self) -> None:

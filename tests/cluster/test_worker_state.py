@@ -8,7 +8,7 @@ from typing import Any
 from cluster.worker_state import read_state
 from core.messages import WorkerLoad
 from kv_transfer.prefix_index import IndexStats
-from kv_transfer.stats import TransportStats
+from kv_transfer.transport import TransportStats
 
 
 def test_requests_that_run_are_open_as_those_that_wait_are() -> None:

@@ -17,9 +17,8 @@ from typing import Final
 from core.errors import InvariantBroken, TransferFailed, WorkerLost
 from core.identity import CacheIdentity
 from core.membership import WorkerRef
-from kv_transfer.pool import MemoryPool, require_blocks, require_compatible
-from kv_transfer.stats import TransportStats
-from kv_transfer.transport import LostHandler, NoticeHandler, PeerLink, PoolDescription
+from kv_transfer.pool import MemoryPool, PoolDescription, require_blocks, require_compatible
+from kv_transfer.transport import LostHandler, NoticeHandler, PeerLink, TransportStats
 
 TRANSPORT_NAME: Final = "in-process"
 TRANSPORT_VERSION: Final = "1"
@@ -107,11 +106,7 @@ class InProcessTransport:
             identity=identity,
             transport=TRANSPORT_NAME,
             transport_version=TRANSPORT_VERSION,
-            base_addresses=pool.base_addresses,
-            block_bytes=pool.block_bytes,
-            num_blocks=pool.num_blocks,
-            device_ids=pool.device_ids,
-            memory_kind=pool.memory_kind,
+            pool=pool,
             agent_metadata=b"",
         )
         network._join(self)
@@ -137,7 +132,7 @@ class InProcessTransport:
             raise WorkerLost(peer.ref.worker_id, f"{peer.ref} is not in the network")
         if self._in_flight.get(peer.ref) and peer.ref not in self._peers:
             raise WorkerLost(peer.ref.worker_id, "earlier operations to it have not settled")
-        self._peers[peer.ref] = MemoryPool.of(peer)
+        self._peers[peer.ref] = peer.pool
         return PeerLink(peer.ref, TRANSPORT_NAME, probe_gbps=0.0)
 
     async def push(

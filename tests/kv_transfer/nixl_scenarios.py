@@ -28,8 +28,7 @@ from core.errors import PeerRefused, TransferFailed, WorkerLost
 from core.membership import WorkerRef
 from kv_transfer.nixl import NixlConfig, NixlTransport
 from kv_transfer.nixl_probe import LANE_LOOPBACK, LANE_MEMORY
-from kv_transfer.pool import MemoryPool
-from kv_transfer.transport import PoolDescription
+from kv_transfer.pool import MemoryPool, PoolDescription
 
 NUM_BLOCKS = 192
 BLOCK_BYTES = 720 << 10

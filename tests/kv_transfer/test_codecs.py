@@ -24,9 +24,9 @@ from core.request import (
     WorkUsage,
 )
 from kv_transfer.membership_codec import decode_info, encode_info
+from kv_transfer.pool import MemoryPool, PoolDescription
 from kv_transfer.pool_codec import decode_pool, encode_pool
 from kv_transfer.stream_codec import decode_answer, decode_command, encode_answer, encode_command
-from kv_transfer.transport import PoolDescription
 from tests.worker_info import worker_info
 
 DESCRIPTION = PoolDescription(
@@ -34,11 +34,7 @@ DESCRIPTION = PoolDescription(
     identity=CacheIdentity(1, "weights", "tokenizer", "float32", "layout", 16, 30, 3, 64, 2, "cpu-avx2"),
     transport="nixl",
     transport_version="1.5.1",
-    base_addresses=(0x7FFF_FFFF_F000, 0x7FFE_0000_0000),
-    block_bytes=720 << 10,
-    num_blocks=4096,
-    device_ids=(3, 4),
-    memory_kind="VRAM",
+    pool=MemoryPool((0x7FFF_FFFF_F000, 0x7FFE_0000_0000), 4096, 720 << 10, memory_kind="VRAM", device_ids=(3, 4)),
     agent_metadata=bytes(range(256)),
 )
 
@@ -52,7 +48,8 @@ def test_every_field_is_on_the_wire() -> None:
     def names(message: type) -> set[str]:
         return {field.name for field in message.DESCRIPTOR.fields}  # type: ignore[attr-defined]
 
-    assert names(pb.PeerDescription) == {item.name for item in fields(PoolDescription)}
+    of_pool = {item.name for item in fields(MemoryPool)}
+    assert names(pb.PeerDescription) == {item.name for item in fields(PoolDescription)} - {"pool"} | of_pool
     assert names(pb.CacheIdentity) == {item.name for item in fields(CacheIdentity)}
 
 

@@ -77,7 +77,7 @@ async def test_scratch_that_is_not_registered_is_refused(ends: Ends) -> None:
 
 async def test_a_pool_outside_what_is_registered_is_refused(ends: Ends) -> None:
     source, target = ends.make("prefill-0"), ends.make("decode-0")
-    [base_address] = described(target).base_addresses
+    [base_address] = described(target).pool.base_addresses
     for claim in ({"num_blocks": 1 << 20}, {"base_addresses": (base_address + 4096,)}, {"num_blocks": 0}):
         with pytest.raises(PeerRefused) as refused:
             await connect(source, target, **claim)

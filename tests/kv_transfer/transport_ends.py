@@ -13,8 +13,8 @@ from core.membership import WorkerRef
 from kv_transfer.faults import FaultyTransport, TransportFaults
 from kv_transfer.nixl import NixlConfig, NixlTransport
 from kv_transfer.polling import PollingPeriods
-from kv_transfer.pool import MemoryPool
-from kv_transfer.transport import PoolDescription, Transport
+from kv_transfer.pool import MemoryPool, PoolDescription
+from kv_transfer.transport import Transport
 from tests.kv_transfer.in_process import InProcessNetwork, InProcessTransport
 
 IDENTITY = CacheIdentity(
@@ -111,7 +111,10 @@ async def connect(source: End, target: End, **differences: object) -> None:
 
 
 def described(end: End, **differences: object) -> PoolDescription:
-    return replace(end.transport.describe(), **differences)  # type: ignore[arg-type]
+    """What it says of itself and of its pool, but for some fields of either."""
+    said = end.transport.describe()
+    of_pool = {name: differences.pop(name) for name in list(differences) if hasattr(said.pool, name)}
+    return replace(said, pool=replace(said.pool, **of_pool), **differences)  # type: ignore[arg-type]
 
 
 async def until(condition: Callable[[], bool], bound_s: float = BOUND_S) -> None:

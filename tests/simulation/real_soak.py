@@ -27,7 +27,7 @@ from core.errors import BadRequest, Rejected
 from core.membership import Role, WorkerInfo, WorkerRef
 from core.request import GenerateRequest, Placement, SamplingParams, StopConditions
 from kv_transfer.faults import TransportFaults
-from kv_transfer.transport import PoolDescription
+from kv_transfer.pool import PoolDescription
 from router.config import DispatcherConfig
 from router.dispatcher import Dispatcher
 from router.effects import Deliver, Effect, Fail, Send

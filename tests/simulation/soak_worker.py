@@ -41,10 +41,9 @@ from kv_transfer.faults import FaultyTransport, TransportFaults
 from kv_transfer.nixl import NixlConfig, NixlTransport
 from kv_transfer.notice_codec import decode_notice, encode_notice
 from kv_transfer.pace import TransferPace
-from kv_transfer.pool import MemoryPool
+from kv_transfer.pool import MemoryPool, PoolDescription
 from kv_transfer.prefix_index import IndexStats, PrefixHit
 from kv_transfer.session import HandoffSessions
-from kv_transfer.transport import PoolDescription
 from prefill_worker.service import PrefillService
 from prefill_worker.session import PrefillConfig, PrefillSession
 from telemetry.tasks import BackgroundTasks
