@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable
 from core.identity import Adapter
 from core.request import FinishReason, GenerateRequest, PromptLogprobs, TokenDelta, TokenLogprobs
 from engine.block_pool import BlockPool
+from engine.cache_tiers import CacheTiers
 from engine.runner import ModelRunner
 from engine.scheduler import Scheduler
 from engine.scheduler_config import SchedulerConfig
@@ -22,13 +23,17 @@ class EngineRun:
     """The pool, and so the prefix cache, lives as long as the run; every batch of requests gets a new scheduler."""
 
     def __init__(
-        self, runner: ModelRunner, make_matcher: MatcherFactory = no_grammars, adapters: Collection[Adapter] = ()
+        self,
+        runner: ModelRunner,
+        make_matcher: MatcherFactory = no_grammars,
+        adapters: Collection[Adapter] = (),
+        tiers: CacheTiers | None = None,
     ) -> None:
         self._runner = runner
         self._adapters = adapters
         self._make_matcher = make_matcher
         self._limits = ModelLimits(runner.geometry.block_size, runner.max_context_tokens, (EOS,))
-        self.pool = BlockPool(len(runner.kv_pools[0]))
+        self.pool = BlockPool(len(runner.kv_pools[0]), tiers)
         self.num_preemptions = 0
         self.cached_tokens: dict[str, int] = {}
         self._given: dict[str, int] = {}  # how much of each request's output was out before

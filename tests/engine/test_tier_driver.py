@@ -30,7 +30,7 @@ from engine.step import Progress
 from engine.tier_driver import TierDriver
 from engine.torch_runner import TorchModelRunner
 
-NUM_BLOCKS = 24
+NUM_BLOCKS = 22
 NUM_PROMPTS = 6
 
 
@@ -45,7 +45,7 @@ class Engine:
             self.tiers = CacheTiers(self.host, num_host_slots, num_disk_slots)
         self.pool = BlockPool(NUM_BLOCKS, self.tiers)
         limits = ModelLimits(16, runner.max_context_tokens, ())
-        self.scheduler = Scheduler(SchedulerConfig(64), self.pool, limits, b"d", lambda _request: None)
+        self.scheduler = Scheduler(SchedulerConfig(64, growth_blocks=0), self.pool, limits, b"d", lambda _request: None)
         self.loop = EngineLoop(self.scheduler, runner, self.stepped)
         self.disk = self.driver = None
         if num_disk_slots:
@@ -95,7 +95,7 @@ def prompts() -> list[tuple[int, ...]]:
 
 def rounds() -> list[list[GenerateRequest]]:
     """Each prompt alone, then all again, two at a time: pools too small for both preempt."""
-    stop, found = StopConditions(12), []
+    stop, found = StopConditions(20), []
     for turn, size in enumerate((1, 1, 2)):
         all_of_them = [
             GenerateRequest(f"{turn}/{number}", prompt, SAMPLING[number % 2], stop)
@@ -119,7 +119,7 @@ async def outputs_of(engine: Engine) -> dict[str, list[int]]:
 def expected(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[int]]:
     engine = Engine(tiny_folder, tmp_path_factory.mktemp("none"), 0, 0)
     found = asyncio.run(outputs_of(engine))
-    assert engine.pool.hit_blocks[CacheTier.DEVICE] < 40
+    assert engine.pool.hit_blocks[CacheTier.DEVICE] < 60
     return found
 
 
@@ -130,6 +130,7 @@ async def test_tokens_are_equal_with_and_without_tiers(
     engine = Engine(tiny_folder, tmp_path, host, disk)
     assert await outputs_of(engine) == expected
     assert engine.pool.hit_blocks[CacheTier(used)] > 10
+    assert engine.scheduler.num_preemptions > 0
     assert engine.tiers is not None and engine.tiers.num_damaged == 0
 
 

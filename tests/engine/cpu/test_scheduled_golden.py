@@ -11,9 +11,13 @@ from dataclasses import replace
 from itertools import cycle, islice, product
 
 import pytest
+import torch
 
+from core.blocks import CacheTier
 from core.request import GenerateRequest, SamplingParams, StopConditions
+from engine.cache_tiers import CacheTiers
 from engine.cpu.runner import CpuModelRunner
+from engine.host_slots import HostSlots
 from engine.scheduler_config import SchedulerConfig
 from tests.engine.engine_run import EngineRun
 from tests.engine.golden import golden_cases
@@ -70,6 +74,23 @@ def test_chunks_of_64_eight_at_once_after_half_of_each_prompt_is_cached(default_
     assert_golden(run.generate(golden_requests(), config))
     for request, half in zip(golden_requests(), halves, strict=True):
         assert run.cached_tokens[request.request_id] >= min(reusable(half), reusable(request.prompt_token_ids[:-1]))
+
+
+def test_what_was_evicted_comes_back_from_host_memory_to_the_bit(default_cpu_runner: CpuModelRunner) -> None:
+    num_slots, config, pool = 32, SchedulerConfig(token_budget=512), default_cpu_runner.kv_pool
+    run = EngineRun(default_cpu_runner, tiers=CacheTiers(HostSlots((pool,), num_slots), num_slots))
+    (case,) = [case for case in CASES if case["name"] == "prose_256"]
+    request = GenerateRequest("r", tuple(case["prompt_ids"]), GREEDY, StopConditions(max_tokens=8))
+    assert run.generate([request], config)["r"] == case["output_ids"][:8]
+    before = {name: pool[block].clone() for name, block in run.pool._cached.items()}
+    run.pool.release(run.pool.allocate(run.pool.num_free) or [])
+    assert not run.pool.cached_hashes()
+    pool.fill_(1.0)
+    assert run.generate([request], config)["r"] == case["output_ids"][:8]
+    assert run.pool.hit_blocks[CacheTier.HOST] == 15
+    after = {name: pool[block] for name, block in run.pool._cached.items()}
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 def test_chunks_of_16_with_32_at_once(warm_run: EngineRun) -> None:
