@@ -20,7 +20,8 @@ from cluster import processes
 from cluster.processes import Process
 from cluster.ray_runtime import ActorFailed, RayRuntime
 from cluster.routers import look_up
-from cluster.status_client import RouterUnreachable, fetch_status
+from cluster.status_client import fetch_status
+from core.errors import Unreachable
 from core.membership import WorkerRef
 from kv_transfer.membership_codec import decode_ref
 
@@ -77,7 +78,7 @@ class HostBurial:
         try:
             addresses = [address for name in self._routers for address in await look_up(name)]
             statuses = [await fetch_status(address) for address in addresses]
-        except (RouterUnreachable, OSError, TimeoutError):
+        except (Unreachable, OSError, TimeoutError):
             return True
         return any(decode_ref(item.worker.ref) == ref for status in statuses for item in status.workers)
 

@@ -9,7 +9,8 @@ from contextlib import suppress
 from typing import Final
 
 from cluster.routers import with_each_router
-from cluster.status_client import RouterUnreachable, fetch_status, report_death
+from cluster.status_client import fetch_status, report_death
+from core.errors import Unreachable
 from core.membership import WorkerRef
 
 LOOK_EVERY_S: Final = 1.0
@@ -41,7 +42,7 @@ class DeathNotices:
         try:
             while True:
                 wake.clear()
-                with suppress(RouterUnreachable):
+                with suppress(Unreachable):
                     status = await fetch_status(address)
                     if status.router_id != router_id:  # it started anew, and knows of no death
                         router_id, known = status.router_id, set()

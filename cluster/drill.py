@@ -20,9 +20,9 @@ from tandem.v1 import worker_pb2
 
 from cluster import processes
 from cluster.api_key import key_headers, refusal
-from cluster.self_check import CheckFailed, settled_blocks
+from cluster.self_check import settled_blocks
 from cluster.status_client import fetch_status
-from core.errors import BadRequest
+from core.errors import BadRequest, CommandFailed
 from core.membership import Life
 
 NUM_STREAMS: Final = 4
@@ -68,7 +68,7 @@ class _Stream:
 
 
 class Drill:
-    """`run` does it all. Raises CheckFailed: what is not as it must be."""
+    """`run` does it all. Raises CommandFailed: what is not as it must be."""
 
     def __init__(self, target: DrillTarget, say: Callable[[str], None]) -> None:
         self._target = target
@@ -97,16 +97,16 @@ class Drill:
         try:
             async with self._session.get(url) as response:
                 if response.status != 200:
-                    raise CheckFailed(f"{url}: {refusal(response.status, await response.text())}")
+                    raise CommandFailed(f"{url}: {refusal(response.status, await response.text())}")
                 return str((await response.json())["data"][0]["id"])
         except (aiohttp.ClientError, TimeoutError) as error:
-            raise CheckFailed(f"{url}: {type(error).__name__}: {error}") from error
+            raise CommandFailed(f"{url}: {type(error).__name__}: {error}") from error
 
     async def _check(self, name: str, fault: Callable[[], Awaitable[str]]) -> None:
         figures = await fault()
         held = await settled_blocks(self._target.registry)
         if held:
-            raise CheckFailed(f"{name}: {held} blocks stayed behind")
+            raise CommandFailed(f"{name}: {held} blocks stayed behind")
         self._say(f"PASS  {name}: {figures}, 0 orphaned blocks")
 
     async def _end_a_worker(self, number: signal.Signals) -> str:
@@ -114,14 +114,14 @@ class Drill:
         async with self._streams() as streams:
             busy = [item for item in await self._decodes() if item.load.running_requests]
             if not busy:
-                raise CheckFailed("no decode worker says that it runs anything")
+                raise CommandFailed("no decode worker says that it runs anything")
             worker = busy[0].worker
             os.kill(_process_at(worker.address).pid, number)
             ended_s = time.monotonic()
         figures = self._equal(streams)
         while not any(_is_next_life(item, worker) for item in await self._decodes()):
             if time.monotonic() - ended_s > RETURN_TIMEOUT_S:
-                raise CheckFailed(f"{worker.ref.worker_id} did not come back within {RETURN_TIMEOUT_S:g} s")
+                raise CommandFailed(f"{worker.ref.worker_id} did not come back within {RETURN_TIMEOUT_S:g} s")
             await asyncio.sleep(POLL_S)
         return f"{figures}, {worker.ref.worker_id} was back after {time.monotonic() - ended_s:.1f} s at most"
 
@@ -134,14 +134,14 @@ class Drill:
         while not any(item.load.waiting_tokens for item in (await fetch_status(self._target.registry)).workers):
             if leaving.done():
                 await leaving
-                raise CheckFailed("the prompt was computed before anybody could leave")
+                raise CommandFailed("the prompt was computed before anybody could leave")
             await asyncio.sleep(POLL_S)
         leaving.cancel()
         await asyncio.gather(leaving, return_exceptions=True)
         left_s = time.monotonic()
         while (await fetch_status(self._target.registry)).open_requests:
             if time.monotonic() - left_s > RETURN_TIMEOUT_S:
-                raise CheckFailed("the request of a client that left stays open")
+                raise CommandFailed("the request of a client that left stays open")
             await asyncio.sleep(POLL_S)
         return f"nothing was open any more after {time.monotonic() - left_s:.2f} s"
 
@@ -178,7 +178,7 @@ class Drill:
     def _equal(self, streams: list[_Stream]) -> str:
         equal = sum(stream.tokens == self._expected for stream in streams)
         if equal < len(streams):
-            raise CheckFailed(f"{len(streams) - equal} of {len(streams)} streams differ from the undisturbed run")
+            raise CommandFailed(f"{len(streams) - equal} of {len(streams)} streams differ from the undisturbed run")
         return f"{equal} of {equal} streams equal, longest gap {max(it.longest_gap_s for it in streams):.2f} s"
 
     async def _follow(self, stream: _Stream, prompt: str = PROMPT, prefill: str = "auto") -> None:
@@ -197,12 +197,12 @@ class Drill:
         try:
             async with self._session.post(f"{self._target.http_url}/v1/completions", json=body) as response:
                 if response.status != 200:
-                    raise CheckFailed(f"a request was refused: {refusal(response.status, await response.text())}")
+                    raise CommandFailed(f"a request was refused: {refusal(response.status, await response.text())}")
                 async for line in response.content:
                     if line.startswith(b"data: {"):
                         _read(json.loads(line[6:]), stream)
         except (aiohttp.ClientError, TimeoutError) as error:
-            raise CheckFailed(f"a request broke off: {type(error).__name__}: {error}") from error
+            raise CommandFailed(f"a request broke off: {type(error).__name__}: {error}") from error
 
     async def _decodes(self) -> list[Any]:
         status = await fetch_status(self._target.registry)
@@ -211,7 +211,7 @@ class Drill:
 
 def _read(chunk: dict[str, Any], stream: _Stream) -> None:
     if "error" in chunk:
-        raise CheckFailed(f"a stream broke off: {chunk['error'].get('message')}")
+        raise CommandFailed(f"a stream broke off: {chunk['error'].get('message')}")
     for choice in chunk["choices"]:
         stream.add(choice.get("token_ids", []))
 
@@ -222,8 +222,8 @@ def _is_next_life(item: Any, before: Any) -> bool:
 
 
 def _process_at(address: str) -> processes.Process:
-    """Raises: CheckFailed: nobody of this machine listens there."""
+    """Raises: CommandFailed: nobody of this machine listens there."""
     process = processes.listening_on(int(address.rpartition(":")[2])) if address.startswith(LOOPBACK) else None
     if process is None:
-        raise CheckFailed(f"no process that we may end listens on {address}")
+        raise CommandFailed(f"no process that we may end listens on {address}")
     return process

@@ -56,7 +56,7 @@ class HostController:
         self._stopping = False
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Everything, until `stop` is set. Raises: BadRequest, RayFailed, or the error that ended the controller."""
+        """All of it, until `stop` is set. Raises: BadRequest, CommandFailed, or the error that ended it."""
         probes = await self._answer_probes()
         service = await serve_controller(self._controller, self._config)
         working, stopping = asyncio.create_task(self._work()), asyncio.create_task(stop.wait())

@@ -33,10 +33,10 @@ from cluster.progress import Progress
 from cluster.ray_runtime import STOP_TIMEOUT_S, Actor, RayRuntime
 from cluster.router_keeper import RouterKeeper
 from cluster.spare import SpareWorker
-from cluster.status_client import RouterUnreachable, fetch_status, missing
+from cluster.status_client import fetch_status, missing
 from cluster.valkey import EmbeddedValkey
 from cluster.worker_config import WorkerConfig
-from core.errors import TandemError
+from core.errors import CommandFailed, Unreachable
 from router.config import RouterConfig
 
 RAY_START_TIMEOUT_S: Final = 60.0
@@ -44,10 +44,6 @@ REDIS_TIMEOUT_S: Final = 2.0
 CONNECT_TIMEOUT_S: Final = 30.0
 EXIT_TIMEOUT_S: Final = 5.0
 POLL_S: Final = 0.05
-
-
-class StartupFailed(TandemError):
-    """The cluster did not come up."""
 
 
 class Launcher:
@@ -145,11 +141,11 @@ class Launcher:
                 while lack:
                     try:
                         lack = missing(await fetch_status(router), self._config)
-                    except RouterUnreachable as error:
+                    except Unreachable as error:
                         lack = str(error)
                     await asyncio.sleep(POLL_S if lack else 0.0)
         except TimeoutError:
-            raise StartupFailed(f"after {CONNECT_TIMEOUT_S:.0f} s: {lack}; logs are in {self._logs}") from None
+            raise CommandFailed(f"after {CONNECT_TIMEOUT_S:.0f} s: {lack}; logs are in {self._logs}") from None
 
     def _keep(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run `work` for as long as the cluster runs; its end is ours."""
@@ -177,7 +173,7 @@ class Launcher:
                     self._spare.refill()
             case StartFailed(ref, reason) if not self._started.is_set():
                 self._fail(
-                    StartupFailed(f"{ref.worker_id} did not start: {reason}; its log is {self._log(ref.worker_id)}")
+                    CommandFailed(f"{ref.worker_id} did not start: {reason}; its log is {self._log(ref.worker_id)}")
                 )
             case StartFailed(ref, reason):
                 self._progress.say(f"{ref.worker_id} did not start ({reason}), trying again")

@@ -12,10 +12,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import Final
 
-from cluster.controller_client import ControllerUnreachable, drain_worker
+from cluster.controller_client import drain_worker
 from cluster.fleet import DrainRefused
 from cluster.free_ports import can_listen
-from cluster.status_client import RouterUnreachable, fetch_all
+from cluster.status_client import fetch_all
+from core.errors import Unreachable
 
 RETRY_S: Final = 1.0
 
@@ -61,7 +62,7 @@ async def _drain_here(registries: Sequence[str], controller: str, timeout_s: flo
         }
         for worker_id in sorted(found):
             await drain_worker(controller, worker_id, None, force=False, timeout_s=timeout_s)
-    except (RouterUnreachable, ControllerUnreachable, DrainRefused) as error:
+    except (Unreachable, DrainRefused) as error:
         return str(error)
     return ""
 

@@ -96,11 +96,10 @@ class Peers:
                 log_state(logger, logging.WARNING, peer=info.ref, state="unreachable", reason=str(error))
             await asyncio.sleep(retry_s)
             retry_s = min(2 * retry_s, LAST_RETRY_S)
-        connected = PeerConnected(link.peer, link.lane, link.probe_gbps)
-        self._links[info.ref] = connected
+        self._links[info.ref] = link
         self._tasks.pop(info.ref, None)
         log_state(logger, peer=link.peer, state="connected", lane=link.lane, gbps=link.probe_gbps)
-        self._on_connected(connected)
+        self._on_connected(link)
 
     async def _handshake(self, info: WorkerInfo) -> PoolDescription:
         """Raises PeerRefused: the peer will not have us; its message names the field."""

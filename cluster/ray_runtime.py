@@ -22,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-from core.errors import TandemError
+from core.errors import CommandFailed, TandemError
 
 OBJECT_STORE_BYTES: Final = 80 << 20  # nothing of ours lies there; 75 MiB is Ray's minimum
 ACTOR_CONCURRENCY: Final = 1000  # `watch` calls wait for as long as the actor lives
@@ -45,10 +45,6 @@ PRIVATE_ENVIRONMENT: Final = {
     "RAY_memory_monitor_refresh_ms": "0",  # our pools are bounded; Ray must not kill a worker because others use memory
     "RAY_process_group_cleanup_enabled": "true",  # what a dead worker had started is killed, frozen or not: its ranks
 }
-
-
-class RayFailed(TandemError):
-    """Ray did not start, or not in time."""
 
 
 class ActorFailed(TandemError):
@@ -141,14 +137,14 @@ class RayRuntime:
         return cls(environment, patient=True, address=address, log_to_driver=True)
 
     async def start(self, timeout_s: float) -> None:
-        """Boot or join. Raises: RayFailed."""
+        """Boot or join. Raises: CommandFailed."""
         self._thread.start()
         try:
             # Shielded: who gives up waiting must not make the future look cancelled to the thread.
             async with asyncio.timeout(timeout_s):
                 await asyncio.shield(asyncio.wrap_future(self._started))
         except TimeoutError:
-            raise RayFailed(f"Ray did not start within {timeout_s:.0f} s" + self._lack) from None
+            raise CommandFailed(f"Ray did not start within {timeout_s:.0f} s" + self._lack) from None
 
     def create(
         self, actor_class: type, name: str, *arguments: object, resource: str | None = None, num_gpus: int = 0
@@ -229,7 +225,7 @@ class RayRuntime:
             self._initialize()
             self._started.set_result(None)
         except Exception as error:
-            self._started.set_exception(RayFailed(f"Ray did not start: {error}"))
+            self._started.set_exception(CommandFailed(f"Ray did not start: {error}"))
         else:
             self._stop.wait()
         finally:

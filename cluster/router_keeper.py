@@ -12,15 +12,11 @@ from cluster.config import ClusterConfig
 from cluster.controller import STOP_TIMEOUT_S, ActorFailures, watch
 from cluster.fleet import Backoff
 from cluster.ray_runtime import Actor
-from core.errors import TandemError
+from core.errors import CommandFailed
 
 BACKOFF: Final = Backoff()
 
 SpawnRouter = Callable[[], tuple[Actor, Any]]  # a new process, and what to tell it
-
-
-class RouterFailed(TandemError):
-    """The router could not be started."""
 
 
 class RouterKeeper:
@@ -62,7 +58,7 @@ class RouterKeeper:
         except ActorFailures as error:
             self._actor.kill()
             if not self.started.is_set():
-                raise RouterFailed(f"{self._name} did not start: {error}") from error
+                raise CommandFailed(f"{self._name} did not start: {error}") from error
             return str(error) or type(error).__name__
         self.started.set()
         reason = await watch(self._actor, self._config.heartbeat_timeout_s)

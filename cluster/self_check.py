@@ -14,7 +14,7 @@ import aiohttp
 
 from cluster.api_key import key_headers, refusal
 from cluster.status_client import fetch_status
-from core.errors import TandemError
+from core.errors import CommandFailed
 
 MAX_TOKENS: Final = 32
 REQUEST_TIMEOUT_S: Final = 120.0
@@ -24,10 +24,6 @@ REPORT_PERIOD_S: Final = 1.1  # an idle worker reports its load once a second: a
 
 _LONG: Final = "".join(f"{number}. Prefill computes a prompt; decode continues it.\n" for number in range(1, 41))
 PROMPTS: Final = ("The capital of France is", "def fibonacci(n):\n    ", _LONG)  # the last one: about 600 tokens
-
-
-class CheckFailed(TandemError):
-    """The cluster runs, and does not do what it must."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +70,7 @@ class Parity:
 
 
 async def check_parity(http_url: str, registry_address: str, model: str) -> Parity:
-    """Run the check. Raises: CheckFailed, its message starting with the parity line where it came so far."""
+    """Run the check. Raises: CommandFailed, its message starting with the parity line where it came so far."""
     async with _session() as session:
         local = await asyncio.gather(*(complete(session, http_url, model, text, "local") for text in PROMPTS))
         remote = await asyncio.gather(*(complete(session, http_url, model, text, "remote") for text in PROMPTS))
@@ -91,16 +87,16 @@ async def check_parity(http_url: str, registry_address: str, model: str) -> Pari
         orphaned_blocks=orphaned_blocks,
     )
     if parity.fault:
-        raise CheckFailed(f"{parity.line}: {parity.fault}")
+        raise CommandFailed(f"{parity.line}: {parity.fault}")
     return parity
 
 
 async def check_request(http_url: str, model: str, max_tokens: int = MAX_TOKENS) -> Answer:
-    """One request by the router's own choice. Raises: CheckFailed."""
+    """One request by the router's own choice. Raises: CommandFailed."""
     async with _session() as session:
         answer = await complete(session, http_url, model, PROMPTS[0], "auto", max_tokens)
     if not answer.token_ids:
-        raise CheckFailed("a request gave no tokens")
+        raise CommandFailed("a request gave no tokens")
     return answer
 
 
@@ -121,10 +117,10 @@ async def complete(
     try:
         async with session.post(f"{http_url}/v1/completions", json=body) as response:
             if response.status != 200:
-                raise CheckFailed(f"{prefill} prefill: {refusal(response.status, await response.text())}")
+                raise CommandFailed(f"{prefill} prefill: {refusal(response.status, await response.text())}")
             reply = await response.json()
     except (aiohttp.ClientError, TimeoutError) as error:
-        raise CheckFailed(f"{prefill} prefill: {type(error).__name__}: {error}") from error
+        raise CommandFailed(f"{prefill} prefill: {type(error).__name__}: {error}") from error
     return _read_answer(reply)
 
 
@@ -166,7 +162,7 @@ def _read_answer(reply: dict[str, Any]) -> Answer:
             kv_bytes_moved=int(moved.get("kv_bytes_moved", 0)),
         )
     except (KeyError, IndexError, TypeError, ValueError) as error:
-        raise CheckFailed(f"the reply lacks {error}: {str(reply)[:500]}") from error
+        raise CommandFailed(f"the reply lacks {error}: {str(reply)[:500]}") from error
 
 
 def _side_by_side(one: Answer, other: Answer) -> list[tuple[int | None, int | None]]:

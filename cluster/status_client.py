@@ -11,19 +11,15 @@ from tandem.v1 import worker_pb2, worker_pb2_grpc
 from cluster.channel import open_channel
 from cluster.config import ClusterConfig
 from cluster.routers import look_up
-from core.errors import TandemError
+from core.errors import Unreachable
 from core.membership import Life, Role, WorkerRef
 from kv_transfer.membership_codec import encode_ref
 
 TIMEOUT_S: Final = 5.0
 
 
-class RouterUnreachable(TandemError):
-    """Nobody answers at the router's gRPC address."""
-
-
 async def fetch_status(address: str) -> Any:
-    """A tandem.v1.GetStatusResponse. Raises: RouterUnreachable."""
+    """A tandem.v1.GetStatusResponse. Raises: Unreachable."""
     async with open_channel(address) as channel:
         try:
             stub = worker_pb2_grpc.RouterServiceStub(channel)
@@ -35,26 +31,26 @@ async def fetch_status(address: str) -> Any:
 async def fetch_all(names: Sequence[str]) -> dict[str, Any]:
     """What each router says, by its address; None where one does not answer.
 
-    Raises: RouterUnreachable: none does. BadRequest: a name is no host:port.
+    Raises: Unreachable: none does. BadRequest: a name is no host:port.
     """
     statuses: dict[str, Any] = {}
-    failure = RouterUnreachable("no router has an address")
+    failure = Unreachable("no router has an address")
     for name in names:
         try:
             for address in sorted(await look_up(name)):
                 statuses[address] = None
                 statuses[address] = await fetch_status(address)
-        except RouterUnreachable as error:
+        except Unreachable as error:
             failure = error
         except (OSError, TimeoutError) as error:
-            failure = RouterUnreachable(f"router at {name}: {error}")
+            failure = Unreachable(f"router at {name}: {error}")
     if not any(statuses.values()):
         raise failure
     return statuses
 
 
 async def report_death(address: str, ref: WorkerRef) -> None:
-    """Say that the process of this life has ended. Raises: RouterUnreachable: it was not heard."""
+    """Say that the process of this life has ended. Raises: Unreachable: it was not heard."""
     request = worker_pb2.ReportDeathRequest(worker=encode_ref(ref))
     async with open_channel(address) as channel:
         try:
@@ -63,8 +59,8 @@ async def report_death(address: str, ref: WorkerRef) -> None:
             raise _unreachable(address, error) from None
 
 
-def _unreachable(address: str, error: grpc.aio.AioRpcError) -> RouterUnreachable:
-    return RouterUnreachable(f"router at {address}: {error.code().name}: {error.details()}")
+def _unreachable(address: str, error: grpc.aio.AioRpcError) -> Unreachable:
+    return Unreachable(f"router at {address}: {error.code().name}: {error.details()}")
 
 
 def missing(status: Any, config: ClusterConfig) -> str:

@@ -15,17 +15,13 @@ from typing import Final
 
 from cluster.free_ports import free_ports
 from cluster.processes import die_with_parent
-from core.errors import TandemError
+from core.errors import CommandFailed
 
 HOST: Final = "127.0.0.1"
 START_TIMEOUT_S: Final = 10.0
 STOP_TIMEOUT_S: Final = 5.0
 PORT_TRIES: Final = 3  # a free port may be taken by another process before Valkey binds it
 MAX_MEMORY: Final = "256mb"  # an index of 71-95 bytes an entry: over two million blocks; then the oldest go
-
-
-class ValkeyFailed(TandemError):
-    """The embedded Valkey did not start."""
 
 
 class EmbeddedValkey:
@@ -45,7 +41,7 @@ class EmbeddedValkey:
 
     @classmethod
     async def start(cls, log_file: Path, timeout_s: float = START_TIMEOUT_S) -> EmbeddedValkey:
-        """Start it and wait until it answers. Raises: ValkeyFailed, naming the log."""
+        """Start it and wait until it answers. Raises: CommandFailed, naming the log."""
         for _ in range(PORT_TRIES):
             server = cls(*_launch(log_file))
             try:
@@ -55,7 +51,7 @@ class EmbeddedValkey:
                 server.stop()
                 raise
             server.stop()
-        raise ValkeyFailed(f"Valkey did not start, see {log_file}")
+        raise CommandFailed(f"Valkey did not start, see {log_file}")
 
     def stop(self) -> None:
         """End it; harmless when it has ended."""

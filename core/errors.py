@@ -8,6 +8,8 @@ TandemError
 ├── TransferFailed    resend or recompute: KV bytes did not arrive whole
 ├── PeerRefused       never pair these two workers: they differ in `field`
 ├── WorkerLost        plan again on another worker
+├── Unreachable       ask again, or another: a router or controller does not answer
+├── CommandFailed     tell the user, who finds in the message what to look at, and end the command
 ├── RankLost          stop this process: a worker without one of its ranks is dead
 └── InvariantBroken   a bug: stop this process
 
@@ -45,6 +47,14 @@ class Unauthenticated(TandemError):
 
 class BadModel(TandemError):
     """A model's files are missing, damaged or of a kind that this engine does not compute; names file and field."""
+
+
+class Unreachable(TandemError):
+    """A router or a controller does not answer, or not to the end; names its address."""
+
+
+class CommandFailed(TandemError):
+    """What a command was to do cannot be done, or is not as it must be; says why, and where more is to be read."""
 
 
 class RejectReason(StrEnum):

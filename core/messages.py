@@ -137,11 +137,11 @@ class StepOutput:
 
 @dataclass(frozen=True, slots=True)
 class PeerConnected:
-    """The KV path to a peer is warm; `lane` and `probe_gbps` as measured."""
+    """The KV path to a peer is warm; `lane` and `probe_gbps` as measured by a probe when it was connected."""
 
     peer: WorkerRef
-    lane: str
-    probe_gbps: float
+    lane: str  # "shared-memory", "cuda-ipc", "rdma", "tcp-loopback", "tcp": where the probe's bytes really went
+    probe_gbps: float  # gigabytes per second
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from core.errors import TransferFailed, WorkerLost
 from core.handoff import BlocksPushed, HandoffNotice
 from core.membership import WorkerRef
+from core.messages import PeerConnected
 from kv_transfer.checksum import BlockChecksums
 from kv_transfer.credit import AskedPush, PushCredit
 from kv_transfer.effects import Effect, Notify, Push, SourceEnded, TargetFailed, TargetLanded
@@ -21,7 +22,7 @@ from kv_transfer.notice_codec import decode_notice, encode_notice
 from kv_transfer.pace import TransferPace
 from kv_transfer.pool import PoolDescription
 from kv_transfer.session import HandoffSessions
-from kv_transfer.transport import PeerLink, Transport
+from kv_transfer.transport import Transport
 from telemetry.logs import log_state
 from telemetry.tasks import BackgroundTasks
 
@@ -104,7 +105,7 @@ class HandoffDriver:
                 case TargetLanded() | TargetFailed():
                     self._on_outcome(effect)
 
-    async def connect(self, peer: PoolDescription) -> PeerLink:
+    async def connect(self, peer: PoolDescription) -> PeerConnected:
         """Warm the path to a peer. Raises as Transport.connect."""
         link = await self._transport.connect(peer)
         self._pace.probed(link.peer, link.probe_gbps)

@@ -16,8 +16,9 @@ from typing import Final
 
 from core.errors import BadRequest, TransferFailed, WorkerLost
 from core.membership import WorkerRef
+from core.messages import PeerConnected
 from kv_transfer.pool import PoolDescription
-from kv_transfer.transport import LostHandler, NoticeHandler, PeerLink, Transport, TransportStats
+from kv_transfer.transport import LostHandler, NoticeHandler, Transport, TransportStats
 
 Later = Callable[[float, Callable[[], None]], object]  # (seconds, what to do then)
 
@@ -94,7 +95,7 @@ class FaultyTransport:
         self._on_notice, self._on_peer_lost = on_notice, on_peer_lost
         self.inner.listen(self._arrived, on_peer_lost)
 
-    async def connect(self, peer: PoolDescription) -> PeerLink:
+    async def connect(self, peer: PoolDescription) -> PeerConnected:
         return await self.inner.connect(peer)
 
     async def push(

@@ -21,6 +21,7 @@ import numpy as np
 from core.errors import InvariantBroken, TransferFailed, WorkerLost
 from core.identity import CacheIdentity
 from core.membership import WorkerRef
+from core.messages import PeerConnected
 from kv_transfer.doorbell import Doorbell
 from kv_transfer.nixl_engine import NixlEngine
 from kv_transfer.nixl_library import TRANSPORT_VERSION, block_indices, load_nixl
@@ -29,7 +30,7 @@ from kv_transfer.nixl_probe import LANE_LOOPBACK, NUM_PROBES, Envelope, Probe, i
 from kv_transfer.nixl_thread import NixlThread
 from kv_transfer.polling import PollingPeriods
 from kv_transfer.pool import MemoryPool, PoolDescription, require_blocks, require_compatible
-from kv_transfer.transport import LostHandler, NoticeHandler, PeerLink, TransportStats
+from kv_transfer.transport import LostHandler, NoticeHandler, TransportStats
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +53,7 @@ class NixlConfig:
 
 @dataclass(frozen=True, slots=True)
 class _Connection:
-    link: PeerLink
+    link: PeerConnected
     num_blocks: int
 
 
@@ -84,7 +85,7 @@ class NixlTransport:
             scratch = MemoryPool((self._scratch_memory.ctypes.data,), 1, self._config.probe_bytes)
         self._scratch = scratch
         self._connections: dict[WorkerRef, _Connection] = {}
-        self._connecting: dict[WorkerRef, asyncio.Task[PeerLink]] = {}
+        self._connecting: dict[WorkerRef, asyncio.Task[PeerConnected]] = {}
         self._inbox: deque[tuple[WorkerRef, bytes]] = deque()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._on_notice: NoticeHandler | None = None
@@ -123,7 +124,7 @@ class NixlTransport:
         self._loop = asyncio.get_running_loop()
         self._loop.call_soon(self._deliver_notices)
 
-    async def connect(self, peer: PoolDescription) -> PeerLink:
+    async def connect(self, peer: PoolDescription) -> PeerConnected:
         require_compatible(self._description, peer)
         if self._closing is not None:
             raise WorkerLost(peer.ref.worker_id, "this transport is closed")
@@ -169,7 +170,7 @@ class NixlTransport:
             self._closing = asyncio.create_task(self._close())
         await asyncio.shield(self._closing)
 
-    async def _connect(self, peer: PoolDescription) -> PeerLink:
+    async def _connect(self, peer: PoolDescription) -> PeerConnected:
         envelope = Envelope.decode(peer.agent_metadata)
         scratch = envelope.scratch_of(peer)
         pool = peer.pool
@@ -189,7 +190,7 @@ class NixlTransport:
             raise
         return link
 
-    async def _warm(self, peer: WorkerRef, scratch_bytes: int, same_host: bool) -> PeerLink:
+    async def _warm(self, peer: WorkerRef, scratch_bytes: int, same_host: bool) -> PeerConnected:
         """Set the connection up by a first small write, then time some large ones."""
         num_bytes = min(self._scratch.run_bytes, scratch_bytes)
         await self._probe(peer, min(_WARM_BYTES, num_bytes))
@@ -201,14 +202,14 @@ class NixlTransport:
                 peer,
                 gbps,
             )
-        return PeerLink(peer, lane, gbps)
+        return PeerConnected(peer, lane, gbps)
 
     async def _probe(self, peer: WorkerRef, num_bytes: int) -> Probe:
         before = network_bytes_sent()
         seconds: float = await self._thread.submit(lambda engine, done: engine.probe(peer, num_bytes, done))
         return Probe(seconds, network_bytes_sent() - before)
 
-    def _connect_ended(self, peer: WorkerRef, task: asyncio.Task[PeerLink]) -> None:
+    def _connect_ended(self, peer: WorkerRef, task: asyncio.Task[PeerConnected]) -> None:
         del self._connecting[peer]
         if not task.cancelled():
             task.exception()  # retrieved: whoever waited may have been cancelled

@@ -15,7 +15,7 @@ from core.errors import PeerRefused
 from kv_transfer.doorbell import BellAddress
 from kv_transfer.pool import MemoryPool, PoolDescription
 
-# What `PeerLink.lane` says: inferred, as NIXL does not tell which transport UCX chose.
+# What `PeerConnected.lane` says: inferred, as NIXL does not tell which transport UCX chose.
 LANE_MEMORY: Final = "shared-memory"  # CMA
 LANE_GPU_MEMORY: Final = "cuda-ipc"
 LANE_LOOPBACK: Final = "tcp-loopback"

@@ -12,16 +12,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from core.membership import WorkerRef
+from core.messages import PeerConnected
 from kv_transfer.pool import PoolDescription
-
-
-@dataclass(frozen=True, slots=True)
-class PeerLink:
-    """A warmed connection, as measured by a probe transfer at connect."""
-
-    peer: WorkerRef
-    lane: str  # "shared-memory", "cuda-ipc", "rdma", "tcp-loopback", "tcp": where the probe's bytes really went
-    probe_gbps: float  # gigabytes per second of the probe
 
 
 @dataclass(slots=True)
@@ -52,7 +44,7 @@ class Transport(Protocol):
         """Set who hears of notices and of dead peers; called once, before the first connect."""
         ...
 
-    async def connect(self, peer: PoolDescription) -> PeerLink:
+    async def connect(self, peer: PoolDescription) -> PeerConnected:
         """Make ready to push to `peer` and to notify it; idempotent for one incarnation.
 
         Raises: PeerRefused: a field of the description differs, named. WorkerLost: the peer does not answer

@@ -10,16 +10,12 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from cluster.api_key import VARIABLE, key_headers, refusal
-from core.errors import BadRequest, TandemError
+from core.errors import BadRequest, CommandFailed
 
 TIMEOUT_S: Final = 120.0  # between two pieces of an answer
 MAX_REFUSAL_BYTES: Final = 2000
 
 Message = dict[str, str]
-
-
-class ChatFailed(TandemError):
-    """The front refused, or is not there."""
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -83,7 +79,7 @@ def _turn(arguments: argparse.Namespace, model: str, history: list[Message], tex
 
 
 def stream_chat(url: str, body: dict[str, Any]) -> Iterator[str]:
-    """Pieces of the answer's text. Raises: ChatFailed, with the front's own message."""
+    """Pieces of the answer's text. Raises: CommandFailed, with the front's own message."""
     with _Reply(url, "POST", "/v1/chat/completions", body) as reply:
         for line in reply.lines():
             data = line.removeprefix("data:").strip() if line.startswith("data:") else ""
@@ -91,12 +87,12 @@ def stream_chat(url: str, body: dict[str, Any]) -> Iterator[str]:
                 return
             if data:
                 yield _text_of(json.loads(data))
-    raise ChatFailed("the answer broke off")
+    raise CommandFailed("the answer broke off")
 
 
 def _text_of(chunk: dict[str, Any]) -> str:
     if "error" in chunk:
-        raise ChatFailed(str(chunk["error"].get("message", chunk["error"])))
+        raise CommandFailed(str(chunk["error"].get("message", chunk["error"])))
     return "".join(choice["delta"].get("content") or "" for choice in chunk["choices"])
 
 
@@ -134,10 +130,10 @@ class _Reply:
             self._connection.request(method, path, body, {**headers, **key_headers()})
             self._response = self._connection.getresponse()
         except (OSError, http.client.HTTPException) as error:
-            raise ChatFailed(f"{self._url}: {error}") from None
+            raise CommandFailed(f"{self._url}: {error}") from None
         if self._response.status != 200:
             text = self._response.read(MAX_REFUSAL_BYTES).decode(errors="replace")
-            raise ChatFailed(refusal(self._response.status, text))
+            raise CommandFailed(refusal(self._response.status, text))
         return self
 
     def lines(self) -> Iterator[str]:
@@ -146,7 +142,7 @@ class _Reply:
             for line in self._response:
                 yield line.decode()
         except (OSError, http.client.HTTPException) as error:
-            raise ChatFailed(f"the answer broke off: {error}") from None
+            raise CommandFailed(f"the answer broke off: {error}") from None
 
     def __exit__(self, *_: object) -> None:
         self._connection.close()

@@ -15,7 +15,7 @@ from cluster import burial, processes
 from cluster.burial import UNHEARD_S, HostBurial, Location
 from cluster.processes import Process
 from cluster.ray_runtime import ActorFailed
-from cluster.status_client import RouterUnreachable
+from core.errors import Unreachable
 from core.membership import WorkerRef
 
 REF = WorkerRef("decode-0", "9f3a")
@@ -64,7 +64,7 @@ class World:
     async def _fetch_status(self, address: str) -> Any:
         known = self._known[address](self.now)
         if known is None:
-            raise RouterUnreachable("away")
+            raise Unreachable("away")
         refs = [worker_pb2.WorkerRef(worker_id=ref.worker_id, incarnation=ref.incarnation) for ref in known]
         workers = [worker_pb2.WorkerStatus(worker=worker_pb2.WorkerInfo(ref=ref)) for ref in refs]
         return worker_pb2.GetStatusResponse(workers=workers)

@@ -10,11 +10,11 @@ import pytest
 
 from cluster import controller_client
 from cluster.config import ClusterConfig
-from cluster.controller_client import ControllerUnreachable, Drained, drain_worker
+from cluster.controller_client import Drained, drain_worker
 from cluster.controller_service import OUTCOMES, serve_controller
 from cluster.fleet import DrainRefused, RefusalReason
 from cluster.free_ports import free_ports
-from core.errors import BadRequest
+from core.errors import BadRequest, Unreachable
 from core.membership import Role
 
 
@@ -63,7 +63,7 @@ async def test_a_controller_that_never_answers_is_not_waited_for(
     controller, address = served
     assert (await drain_worker(address, "decode-1", None, force=False, timeout_s=0.1)).changed
     controller.hangs = True
-    with pytest.raises(ControllerUnreachable, match="DEADLINE_EXCEEDED"):
+    with pytest.raises(Unreachable, match="DEADLINE_EXCEEDED"):
         await drain_worker(address, "decode-1", None, force=False, timeout_s=0.1)
 
 
@@ -87,7 +87,7 @@ async def test_a_bad_timeout_is_named_and_nobody_is_drained(timeout_s: float, se
 
 async def test_nobody_there_and_an_address_in_use_are_named(served: tuple[Controller, str], tmp_path: Any) -> None:
     _, address = served
-    with pytest.raises(ControllerUnreachable):
+    with pytest.raises(Unreachable):
         await drain_worker("127.0.0.1:9", "decode-1", None, force=False, timeout_s=0.0)
     config = ClusterConfig(tmp_path, controller_port=int(address.rpartition(":")[2]))
     with pytest.raises(BadRequest) as caught:

@@ -11,7 +11,7 @@ import pytest
 
 from cluster import death_notices
 from cluster.death_notices import DeathNotices
-from cluster.status_client import RouterUnreachable
+from core.errors import Unreachable
 from core.membership import WorkerRef
 
 ONE, TWO = WorkerRef("decode-0", "a"), WorkerRef("decode-0", "b")
@@ -31,7 +31,7 @@ class Router:
             await asyncio.Event().wait()
         if self.failures:
             self.failures -= 1
-            raise RouterUnreachable("away")
+            raise Unreachable("away")
 
     async def next(self) -> WorkerRef:
         async with asyncio.timeout(10):

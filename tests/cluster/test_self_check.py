@@ -13,7 +13,8 @@ from stub_hosts import BLOCK_BYTES, BLOCKS_MOVED, StubRouterService, completions
 from tandem.v1 import worker_pb2, worker_pb2_grpc
 
 from cluster import self_check
-from cluster.self_check import CheckFailed, check_parity, check_request
+from cluster.self_check import check_parity, check_request
+from core.errors import CommandFailed
 
 
 @asynccontextmanager
@@ -64,7 +65,7 @@ async def test_a_sound_cluster_passes() -> None:
 )
 async def test_a_fault_fails_the_check(app_settings: dict[str, Any], used_blocks: int, message: str) -> None:
     async with running(completions_app(**app_settings), StubRouterService(used_blocks)) as (url, address):
-        with pytest.raises(CheckFailed) as caught:
+        with pytest.raises(CommandFailed) as caught:
             await check_parity(url, address, "tiny")
     assert message in str(caught.value)
 
@@ -77,13 +78,13 @@ async def test_where_a_key_comes_from_is_said_when_one_is_needed(monkeypatch: py
     app = web.Application()
     app.router.add_post("/v1/completions", refuse)
     async with running(app, StubRouterService()) as (url, _):
-        with pytest.raises(CheckFailed, match="an API key is needed; TANDEM_API_KEY in the environment is not"):
+        with pytest.raises(CommandFailed, match="an API key is needed; TANDEM_API_KEY in the environment is not"):
             await check_request(url, "tiny")
 
 
 async def test_an_error_of_the_front_is_shown() -> None:
     async with running(web.Application(), StubRouterService()) as (url, _):
-        with pytest.raises(CheckFailed, match="HTTP 404"):
+        with pytest.raises(CommandFailed, match="HTTP 404"):
             await check_request(url, "tiny")
-    with pytest.raises(CheckFailed, match="ClientConnectorError"):
+    with pytest.raises(CommandFailed, match="ClientConnectorError"):
         await check_request(url, "tiny")

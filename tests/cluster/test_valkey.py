@@ -13,7 +13,8 @@ import pytest
 import redis
 
 from cluster import processes, valkey
-from cluster.valkey import EmbeddedValkey, ValkeyFailed
+from cluster.valkey import EmbeddedValkey
+from core.errors import CommandFailed
 
 LAUNCHER = """
 import asyncio, pathlib, sys, time
@@ -43,7 +44,7 @@ async def test_a_server_that_cannot_start_is_reported_with_its_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(valkey, "MAX_MEMORY", "nonsense")
-    with pytest.raises(ValkeyFailed, match=r"valkey\.log"):
+    with pytest.raises(CommandFailed, match=r"valkey\.log"):
         await EmbeddedValkey.start(tmp_path / "valkey.log")
 
 

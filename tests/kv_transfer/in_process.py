@@ -17,8 +17,9 @@ from typing import Final
 from core.errors import InvariantBroken, TransferFailed, WorkerLost
 from core.identity import CacheIdentity
 from core.membership import WorkerRef
+from core.messages import PeerConnected
 from kv_transfer.pool import MemoryPool, PoolDescription, require_blocks, require_compatible
-from kv_transfer.transport import LostHandler, NoticeHandler, PeerLink, TransportStats
+from kv_transfer.transport import LostHandler, NoticeHandler, TransportStats
 
 TRANSPORT_NAME: Final = "in-process"
 TRANSPORT_VERSION: Final = "1"
@@ -126,14 +127,14 @@ class InProcessTransport:
         while self._early_notices:
             asyncio.get_running_loop().call_soon(on_notice, *self._early_notices.pop(0))
 
-    async def connect(self, peer: PoolDescription) -> PeerLink:
+    async def connect(self, peer: PoolDescription) -> PeerConnected:
         require_compatible(self._description, peer)
         if self._closed or self._network._end(peer.ref) is None:
             raise WorkerLost(peer.ref.worker_id, f"{peer.ref} is not in the network")
         if self._in_flight.get(peer.ref) and peer.ref not in self._peers:
             raise WorkerLost(peer.ref.worker_id, "earlier operations to it have not settled")
         self._peers[peer.ref] = peer.pool
-        return PeerLink(peer.ref, TRANSPORT_NAME, probe_gbps=0.0)
+        return PeerConnected(peer.ref, TRANSPORT_NAME, probe_gbps=0.0)
 
     async def push(
         self, peer: WorkerRef, source_blocks: Sequence[int], target_blocks: Sequence[int], notice: bytes

@@ -27,7 +27,7 @@ from core.errors import PeerRefused, WorkerLost
 from core.handoff import BlocksPushed, HandoffNotice, Landed, Quiet, StopPushing
 from core.identity import BlockHash, CacheIdentity
 from core.membership import Role, WorkerRef
-from core.messages import CancelRequest, PeerConnected, ResyncCache
+from core.messages import CancelRequest, ResyncCache
 from decode_worker.service import DecodeService
 from decode_worker.session import DecodeConfig, DecodeSession
 from engine.block_pool import BlockPool
@@ -328,7 +328,7 @@ class SoakWorker:
                 continue
             if ref in self.peers:
                 self.connected.add(ref)
-                self.streams.send(PeerConnected(link.peer, link.lane, link.probe_gbps))
+                self.streams.send(link)
             return
 
     async def forward(self) -> None:
