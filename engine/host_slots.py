@@ -19,7 +19,8 @@ class HostSlots:
     """
 
     def __init__(self, kv_pools: Sequence[torch.Tensor], num_slots: int) -> None:
-        self._pools = [pool.flatten(1).view(torch.uint8) for pool in kv_pools]  # [num_blocks, bytes of a part]
+        # [num_blocks, bytes of a part]; a view, so what is not contiguous is refused
+        self._pools = [pool.view(len(pool), -1).view(torch.uint8) for pool in kv_pools]
         self.slot_bytes = sum(pool.shape[1] for pool in self._pools)
         memory = HugeMemory(num_slots * self.slot_bytes)
         self._slots = memory.tensor((num_slots, self.slot_bytes), torch.uint8)

@@ -16,6 +16,7 @@ from typing import Final
 from engine.cache_tiers import CacheTiers, DiskRead, DiskWrite
 from engine.disk_slots import DiskSlots
 from engine.host_slots import HostSlots
+from telemetry.logs import log_state
 
 TIMEOUT_S: Final = 5.0  # of one block
 
@@ -75,7 +76,7 @@ class TierDriver:
             except OSError as error:  # so is TimeoutError
                 self._tiers.lose_disk()
                 self._on_read()
-                logger.error("the disk tier failed and is left alone from now on: %r", error)
+                log_state(logger, logging.ERROR, state="disk_cache_lost", error=repr(error))
                 return
 
     async def _perform(self, io: DiskRead | DiskWrite) -> None:
