@@ -186,8 +186,8 @@ class Bench:
 
 async def run(prompts: list[int], rounds: int, dtype: str, token_budget: int) -> None:
     config = WorkerConfig(
-        "prefill-0", "bench", Role.PREFILL, default_model_folder(), ("none",),
-        dtype=dtype, num_blocks=NUM_BLOCKS, token_budget=token_budget,
+        worker_id="prefill-0", incarnation="bench", role=Role.PREFILL, model_folder=default_model_folder(),
+        router_addresses=("none",), dtype=dtype, num_blocks=NUM_BLOCKS, token_budget=token_budget,
     )  # fmt: skip
     source = Source(await asyncio.to_thread(build_engine, config))
     target = await asyncio.create_subprocess_exec(

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Final
 
-from cluster.worker_config import WorkerConfig, require_range
+from cluster.worker_config import WorkerConfig, WorkerSettings, require_range
 from core.errors import BadRequest
 from core.membership import Role
 from router.config import DispatcherConfig, RouterConfig
@@ -23,11 +23,9 @@ STEPS_AHEAD: Final = 4  # of prompts, for each worker; the rest waits in the rou
 
 
 @dataclass(frozen=True, slots=True)
-class ClusterConfig:
+class ClusterConfig(WorkerSettings):
     """One cluster: routers, prefill workers and decode workers; on this machine unless `ray_address` says where."""
 
-    model_folder: Path
-    """Folder in Hugging Face form: config.json, tokenizer.json, *.safetensors."""
     model_name: str = ""
     """Name that clients ask for; empty: the folder's name."""
     num_prefill: int = 1
@@ -55,10 +53,6 @@ class ClusterConfig:
     to; empty: `registry_host`."""
     ray_address: str = ""
     """host:port of a Ray that runs on several hosts, for `tandem controller`; `tandem up` starts one of its own."""
-    worker_host: str = "127.0.0.1"
-    """Address that a worker listens on and is called at; "auto": its host's own address on `kv_interface`."""
-    metrics_port: int = 0
-    """Port of a worker's /metrics, where each worker has a host of its own; 0: any free port."""
     controller_host: str = "127.0.0.1"
     """Where the workers' controller listens, for `tandem role` and `tandem drain`; whoever reaches it is obeyed."""
     controller_port: int = 50053
@@ -69,52 +63,10 @@ class ClusterConfig:
     """Where `tandem controller` answers /livez and /readyz."""
     controller_health_port: int = 8081
     """Its port."""
-    dtype: str = "float32"
-    """Of KV and of what is multiplied: weights kept as 4-bit or 8-bit blocks stay blocks. float32 is exact, token for
-    token; bfloat16 halves the KV, and weights that are floats."""
-    num_blocks: int = 1024
-    """KV blocks of each worker's pool. The pool is zeroed, so resident: 1024 blocks of the default model
-    are 720 MiB in float32."""
-    block_size: int = 16
-    """Tokens in a block."""
-    host_cache_bytes: int = 0
-    """Host memory in which each worker keeps cached blocks that its KV pool has no room for; 0: none."""
-    disk_cache_bytes: int = 0
-    """Room on a disk for those that this has no room for, of each worker; needs `host_cache_bytes`. 0: none."""
-    disk_cache_folder: Path | None = None
-    """Folder, the same on each host, where each worker makes a file for them; it has no name and ends with it."""
-    tensor_parallel_size: int = 1
-    """GPUs of each worker, on one host, which share its model. It must divide the model's KV heads, hidden size,
-    intermediate size and vocabulary."""
-    token_budget: int = 256
-    """Most tokens that one engine step may compute."""
-    prefill_delay_steps: int = 0
-    """Most engine steps that a prompt waits for others to be computed with, beside decodes."""
-    max_decode_slowdown: float = 1000.0
-    """How many times longer than its decodes alone an engine step may take for the prompts that share it; 1000: any."""
-    unpack_weights: bool = False
-    """Hold quantised weights as floats: the same tokens, three times the memory, faster for batches of 4 and more."""
-    adapters: Mapping[str, Path] = field(default_factory=dict)
-    """LoRA adapters of the model, by the names that clients ask for: folders in PEFT's form, the same on each host."""
-    redis_url: str | None = None
-    """Redis or Valkey of the shared prefix index and limits; None: an embedded Valkey on loopback."""
-    kv_interface: str = "lo"
-    """Network interfaces that the KV transfer listens on and uses, by name: "lo" is this machine alone; "eth0,eth1"
-    both; "mlx5_0:1;mlx5_1:1" one for each worker, in turn."""
     numa_nodes: str = ""
     """NUMA nodes whose cores, and so whose memory, workers take in turn: "0", "0,1"; empty: any."""
-    kv_checksums: bool = True
-    """Check that every pushed KV block arrived whole (in host memory): about 0.2 % of a prompt's time."""
-    kv_load_failure_policy: str = "recompute"
-    """When one did not: "recompute" what comes from the first bad block on, or "fail" the hand-off."""
-    kv_bytes_in_flight: int = 64 << 20
-    """Most KV bytes on their way from one worker to another; the rest waits, hand-offs in turn."""
-    kv_faults: str | None = None
-    """Faults to inject into the KV transfer, for tests only: "lose_notice=0.1,fail_push=0.05,seed=7"."""
     pin_workers: bool = False
     """Give each worker a core of its own, as far as there are cores."""
-    lease_s: float = 10.0
-    """How long a hand-off's blocks stay reserved without a word from the other side."""
     start_timeout_s: float = 120.0
     """A worker or router that is not up by then has failed."""
     local_prefill_cost: float = 2.0
@@ -123,8 +75,6 @@ class ClusterConfig:
     policy_file: Path | None = None
     """What the router may be told while it runs: tenants, their keys and limits, the queue's bounds; read again when it
     changes (docs/operations/admission.md). None: nothing."""
-    trace_endpoint: str = ""
-    """Where routers and workers send traces, by OTLP over HTTP: http://collector:4318/v1/traces; empty: nowhere."""
     trace_ratio: float = 1.0
     """The part of the requests that is traced, of those whose caller sends no W3C `traceparent`, which decides."""
     slo_ttft_s: float = 2.5
@@ -135,10 +85,6 @@ class ClusterConfig:
     """What an hour of a prefill worker's place costs, in any currency, for the cost of a token; 0: not known."""
     decode_price_per_hour: float = 0.0
     """The same for a decode worker's place."""
-    drain_timeout_s: float = 5.0
-    """How long running requests may go on after a stop was asked for."""
-    drain_finish_s: float = 2.0
-    """How long they may go on on a worker that drains before they are moved to another one, where there is one."""
     stand_in: bool = True
     """While no decode worker is ready and a dead one is being replaced, a prefill worker decodes. Not where prefill
     workers' machines are not fit for that."""
@@ -239,8 +185,7 @@ class ClusterConfig:
 
 def worker_config(cluster: ClusterConfig, worker_id: str, incarnation: str, role: Role, **rest: Any) -> WorkerConfig:
     """A worker's share of the cluster's settings; `rest` holds what only the launcher knows."""
-    shared = {item.name for item in fields(WorkerConfig)} & {item.name for item in fields(ClusterConfig)}
-    values = {name: getattr(cluster, name) for name in shared}
+    values = {item.name: getattr(cluster, item.name) for item in fields(WorkerSettings)}
     turn = cluster.ordinal(worker_id)
     values["kv_interface"] = _taken(cluster.kv_interface.split(";"), turn)
     values["numa_node"] = int(_taken(cluster.numa_nodes.split(","), turn)) if cluster.numa_nodes else None

@@ -20,7 +20,68 @@ MAX_CACHE_BYTES: Final = 1 << 46
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerConfig:
+class WorkerSettings:
+    """What a cluster's workers are all told alike. WorkerConfig checks it: so does a cluster, by making one of each."""
+
+    model_folder: Path
+    """Folder in Hugging Face form: config.json, tokenizer.json, *.safetensors."""
+    dtype: str = "float32"
+    """Of KV and of what is multiplied: weights kept as 4-bit or 8-bit blocks stay blocks. float32 is exact, token for
+    token; bfloat16 halves the KV, and weights that are floats."""
+    num_blocks: int = 1024
+    """KV blocks of each worker's pool. The pool is zeroed, so resident: 1024 blocks of the default model
+    are 720 MiB in float32."""
+    block_size: int = 16
+    """Tokens in a block."""
+    host_cache_bytes: int = 0
+    """Host memory in which each worker keeps cached blocks that its KV pool has no room for; 0: none."""
+    disk_cache_bytes: int = 0
+    """Room on a disk for those that this has no room for, of each worker; needs `host_cache_bytes`. 0: none."""
+    disk_cache_folder: Path | None = None
+    """Folder, the same on each host, where each worker makes a file for them; it has no name and ends with it."""
+    tensor_parallel_size: int = 1
+    """GPUs of each worker, on one host, which share its model. It must divide the model's KV heads, hidden size,
+    intermediate size and vocabulary."""
+    token_budget: int = 256
+    """Most tokens that one engine step may compute."""
+    prefill_delay_steps: int = 0
+    """Most engine steps that a prompt waits for others to be computed with, beside decodes."""
+    max_decode_slowdown: float = 1000.0
+    """How many times longer than its decodes alone an engine step may take for the prompts that share it; 1000: any."""
+    unpack_weights: bool = False
+    """Hold quantised weights as floats: the same tokens, three times the memory, faster for batches of 4 and more."""
+    adapters: Mapping[str, Path] = field(default_factory=dict)
+    """LoRA adapters of the model, by the names that clients ask for: folders in PEFT's form, the same on each host."""
+    redis_url: str | None = None
+    """Redis or Valkey of the shared prefix index and limits. None: none, but that `tandem up` starts a Valkey on
+    loopback."""
+    kv_interface: str = "lo"
+    """Network interfaces that the KV transfer listens on and uses, by name: "lo" is this machine alone; "eth0,eth1"
+    both. Of a cluster, "mlx5_0:1;mlx5_1:1" is one for each worker, in turn."""
+    kv_checksums: bool = True
+    """Check that every pushed KV block arrived whole (in host memory): about 0.2 % of a prompt's time."""
+    kv_load_failure_policy: str = "recompute"
+    """When one did not: "recompute" what comes from the first bad block on, or "fail" the hand-off."""
+    kv_bytes_in_flight: int = 64 << 20
+    """Most KV bytes on their way from one worker to another; the rest waits, hand-offs in turn."""
+    kv_faults: str | None = None
+    """Faults to inject into the KV transfer, for tests only: "lose_notice=0.1,fail_push=0.05,seed=7"."""
+    worker_host: str = "127.0.0.1"
+    """Address that a worker listens on and is called at; "auto": its host's own address on `kv_interface`."""
+    metrics_port: int = 0
+    """Port of a worker's /metrics, where each worker has a host of its own; 0: any free port."""
+    lease_s: float = 10.0
+    """How long a hand-off's blocks stay reserved without a word from the other side."""
+    drain_timeout_s: float = 5.0
+    """How long running requests may go on after a stop was asked for."""
+    drain_finish_s: float = 2.0
+    """How long they may go on on a worker that drains before they are moved to another one, where there is one."""
+    trace_endpoint: str = ""
+    """Where routers and workers send traces, by OTLP over HTTP: http://collector:4318/v1/traces; empty: nowhere."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerConfig(WorkerSettings):
     """One life of one worker, as its host process gets it."""
 
     worker_id: str
@@ -29,69 +90,19 @@ class WorkerConfig:
     """Random, new at each start: messages that name another one are refused."""
     role: Role
     """What it does."""
-    model_folder: Path
-    """As in ClusterConfig."""
     router_addresses: tuple[str, ...]
     """host:port of each router's registry, or names that resolve to them, for Announce."""
-    dtype: str = "float32"
-    """As in ClusterConfig."""
-    num_blocks: int = 1024
-    """KV blocks of the pool."""
-    block_size: int = 16
-    """Tokens in a block."""
-    host_cache_bytes: int = 0
-    """As in ClusterConfig."""
-    disk_cache_bytes: int = 0
-    """As in ClusterConfig."""
-    disk_cache_folder: Path | None = None
-    """As in ClusterConfig."""
-    token_budget: int = 256
-    """Most tokens of one engine step."""
-    prefill_delay_steps: int = 0
-    """As in ClusterConfig."""
-    max_decode_slowdown: float = 1000.0
-    """As in ClusterConfig."""
-    unpack_weights: bool = False
-    """As in ClusterConfig."""
-    adapters: Mapping[str, Path] = field(default_factory=dict)
-    """As in ClusterConfig."""
-    redis_url: str | None = None
-    """Shared prefix index; None: none."""
-    kv_interface: str = "lo"
-    """As in ClusterConfig."""
-    kv_checksums: bool = True
-    """As in ClusterConfig."""
-    kv_load_failure_policy: str = "recompute"
-    """As in ClusterConfig."""
-    kv_bytes_in_flight: int = 64 << 20
-    """As in ClusterConfig."""
-    kv_faults: str | None = None
-    """As in ClusterConfig."""
-    worker_host: str = "127.0.0.1"
-    """As in ClusterConfig: its gRPC server listens there on a free port."""
-    metrics_port: int = 0
-    """As in ClusterConfig."""
     cpu_core: int | None = None
     """Core to run on; None: any."""
     numa_node: int | None = None
     """NUMA node to run on; None: any."""
     nvlink_domain: str = ""
     """Name of the NVLink domain that its host belongs to; empty: none, or not known."""
-    tensor_parallel_size: int = 1
-    """As in ClusterConfig."""
     gpu_index: int = 0
     """First GPU to compute on, `tensor_parallel_size` in a row, where an engine for GPUs is chosen; counted round where
     there are fewer."""
-    lease_s: float = 10.0
-    """Life of a hand-off lease without renewal."""
-    drain_timeout_s: float = 5.0
-    """As in ClusterConfig, after SIGTERM."""
-    drain_finish_s: float = 2.0
-    """As in ClusterConfig, after SIGTERM."""
     price_per_hour: float = 0.0
     """What an hour of its place costs; 0: not known."""
-    trace_endpoint: str = ""
-    """As in ClusterConfig."""
     log_file: Path | None = None
     """Where its output goes; None: where its process's goes."""
 

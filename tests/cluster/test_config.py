@@ -147,9 +147,14 @@ def test_each_router_has_ports_of_its_own() -> None:
     assert (second.http_port, second.grpc_port, second.registry_port) == (8010, 50061, 50062)
 
 
+def one_life(router_addresses: tuple[str, ...], **settings: Any) -> WorkerConfig:
+    cluster = ClusterConfig(MODEL, **settings)
+    return worker_config(cluster, "decode-0", "9f3a", Role.DECODE, router_addresses=router_addresses)
+
+
 def test_a_worker_listens_where_its_host_has_an_address() -> None:
     def address(**settings: str) -> str:
-        return listening_address(WorkerConfig("decode-0", "9f3a", Role.DECODE, MODEL, ("127.0.0.1:1",), **settings))
+        return listening_address(one_life(("127.0.0.1:1",), **settings))
 
     assert address() == "127.0.0.1"
     assert address(worker_host="10.1.2.3") == "10.1.2.3"
@@ -224,7 +229,7 @@ def test_a_worker_gets_its_share_of_the_cluster() -> None:
 
 def test_a_worker_without_a_router_is_refused() -> None:
     with pytest.raises(BadRequest, match="router_addresses"):
-        WorkerConfig("decode-0", "9f3a", Role.DECODE, MODEL, router_addresses=())
+        one_life(())
 
 
 @pytest.mark.parametrize(

@@ -208,7 +208,14 @@ async def test_an_actor_has_its_thread_settings_and_no_ray_priority(ray_runtime:
     assert os.getpriority(os.PRIO_PROCESS, pid) == os.getpriority(os.PRIO_PROCESS, 0)
     with pytest.raises(ActorFailed, match="ModuleNotFoundError"):
         other = ray_runtime.create(WorkerActor, "other", "nowhere:Host")
-        config = WorkerConfig("x", "1", Role.DECODE, tmp_path, ("nowhere:0",), log_file=tmp_path / "other.log")
+        config = WorkerConfig(
+            worker_id="x",
+            incarnation="1",
+            role=Role.DECODE,
+            model_folder=tmp_path,
+            router_addresses=("nowhere:0",),
+            log_file=tmp_path / "other.log",
+        )
         await other.call("start", config, timeout_s=20.0)
     assert "ModuleNotFoundError" in (tmp_path / "other.log").read_text()
     actor.kill()

@@ -26,7 +26,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config(folder: Path, **more: object) -> WorkerConfig:
-    return WorkerConfig("d0", "1", Role.DECODE, folder, ("127.0.0.1:1",), num_blocks=8, **more)
+    return WorkerConfig(
+        worker_id="d0",
+        incarnation="1",
+        role=Role.DECODE,
+        model_folder=folder,
+        router_addresses=("127.0.0.1:1",),
+        num_blocks=8,
+        **more,
+    )
 
 
 def test_without_settings_there_are_no_tiers(folder: Path) -> None:
