@@ -13,7 +13,8 @@ from typing import Final
 from core.blocks import CacheTier
 from core.identity import BlockHash, pack_keys
 from core.messages import CacheEvents
-from engine.block_pool import BlockPool, CacheChanges
+from engine.block_pool import BlockPool
+from engine.cache_changes import CacheChanges
 
 PIECE_BLOCKS: Final = 8192  # of a snapshot in one message: 64 KiB
 NO_NEWS: Final = CacheEvents(0, b"", b"")

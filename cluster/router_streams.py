@@ -15,7 +15,8 @@ from cluster.cache_feed import NO_NEWS, CacheFeed, packed
 from core.membership import NOTHING_GIVEN, GivenWork, WorkerLoad
 from core.messages import Answer, Refused, ReserveBlocks, Reserved, StartGeneration, StartPrefill, StepOutput, Turn
 from core.request import TokenDelta
-from engine.block_pool import BlockPool, CacheChanges
+from engine.block_pool import BlockPool
+from engine.cache_changes import CacheChanges
 
 MAX_UNREAD: Final = 1024  # messages: a router that leaves so many unread is told of the cache again when it reads
 

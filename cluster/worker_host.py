@@ -285,7 +285,7 @@ class WorkerHost:
     def _say(self, deltas: Iterable[TokenDelta]) -> None:
         """Tell every router its tokens and the load; and routers and the shared index what became findable here and
         what ceased to be."""
-        changes = self._engine.pool.take_changes()
+        changes = self._engine.pool.moves.take()
         self._streams.step(deltas, self._engine.scheduler.load(), changes)
         if changes.stored:
             self._tasks.spawn(self._index.announce(changes.stored))
@@ -300,7 +300,7 @@ class WorkerHost:
             await asyncio.sleep(TICK_INTERVAL_S)
             self._transfer.driver.tick()
             self._role.service.tick()
-            if time.monotonic() >= load_at_s or self._streams.behind or self._engine.pool.has_changes:
+            if time.monotonic() >= load_at_s or self._streams.behind or self._engine.pool.moves.any:
                 load_at_s = time.monotonic() + LOAD_INTERVAL_S
                 self._say(())
             if idle is bool(self._role.held()):

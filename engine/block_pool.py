@@ -16,44 +16,31 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
 from core.blocks import CacheTier
 from core.errors import InvariantBroken
 from core.identity import BlockHash
+from engine.cache_changes import CacheMoves
 from engine.cache_tiers import CacheTiers, NoCopies
-
-
-@dataclass(frozen=True, slots=True)
-class CacheChanges:
-    """Blocks that are elsewhere than at the last look; one that came and went in between is none of them.
-
-    stored: on the device now. evicted: no longer; of these, host and disk are now there.
-    """
-
-    stored: tuple[BlockHash, ...]
-    evicted: tuple[BlockHash, ...]
-    host: tuple[BlockHash, ...] = ()
-    disk: tuple[BlockHash, ...] = ()
 
 
 class BlockPool:
     """Hands out block ids in [0, num_blocks). Touches no memory: the KV bytes are the runner's, which `tiers` copies.
 
-    hit_blocks: found by `acquire`, in all, by the tier that they were in.
+    moves: of its blocks between tiers. hit_blocks: found by `acquire`, in all, by the tier that they were in.
     """
 
     def __init__(self, num_blocks: int, tiers: CacheTiers | None = None) -> None:
         self.num_blocks = num_blocks
         self.tiers = tiers or CacheTiers(NoCopies(), 0)
-        self.tiers.on_move = self._note
+        self.moves = CacheMoves(self.place)
+        self.tiers.on_move = self.moves.note
         self.hit_blocks = dict.fromkeys(CacheTier, 0)
         self._references = [0] * num_blocks
         self._hash_of: list[BlockHash | None] = [None] * num_blocks
         self._cached: dict[BlockHash, int] = {}
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._quarantined: set[int] = set()
-        self._was: dict[BlockHash, CacheTier | None] = {}  # at the last look, of those that may have moved since
 
     @property
     def num_free(self) -> int:
@@ -151,7 +138,7 @@ class BlockPool:
             raise InvariantBroken(f"block {block} is not used and cannot be cached")
         if block_hash in self._cached or self._hash_of[block] is not None:
             return
-        self._note(block_hash)
+        self.moves.note(block_hash)
         self._cached[block_hash] = block
         self._hash_of[block] = block_hash
 
@@ -195,21 +182,6 @@ class BlockPool:
         below = {tier: self.tiers.num_blocks(tier) for tier, slots in self.tiers.num_slots.items() if slots}
         return {CacheTier.DEVICE: len(self._cached), **below}
 
-    @property
-    def has_changes(self) -> bool:
-        """Something has moved since `take_changes`."""
-        return any(self.place(block_hash) is not before for block_hash, before in self._was.items())
-
-    def take_changes(self) -> CacheChanges:
-        """What moved since the last call."""
-        now: dict[CacheTier | None, list[BlockHash]] = {place: [] for place in (*CacheTier, None)}
-        for block_hash, before in self._was.items():
-            if (place := self.place(block_hash)) is not before:
-                now[place].append(block_hash)
-        self._was = {}
-        host, disk = now[CacheTier.HOST], now[CacheTier.DISK]
-        return CacheChanges(tuple(now[CacheTier.DEVICE]), (*now[None], *host, *disk), tuple(host), tuple(disk))
-
     def check(self) -> None:
         """Raise InvariantBroken unless every block is in exactly one place."""
         used = {block for block, count in enumerate(self._references) if count > 0}
@@ -240,10 +212,6 @@ class BlockPool:
                 return
             yield block_hash, place
 
-    def _note(self, block_hash: BlockHash) -> None:
-        """It is about to move."""
-        self._was.setdefault(block_hash, self.place(block_hash))
-
     def _take(self, num_blocks: int) -> list[int]:
         taken = []
         for _ in range(num_blocks):
@@ -257,7 +225,7 @@ class BlockPool:
         return taken
 
     def _uncache(self, block: int, block_hash: BlockHash) -> None:
-        self._note(block_hash)
+        self.moves.note(block_hash)
         self._hash_of[block] = None
         del self._cached[block_hash]
 

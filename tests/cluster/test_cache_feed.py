@@ -35,7 +35,7 @@ class Worker:
         self.pool.release(blocks)
 
     def step(self) -> None:
-        self.streams.step((), WorkerLoad(), self.pool.take_changes())
+        self.streams.step((), WorkerLoad(), self.pool.moves.take())
 
 
 def heard(stream: RouterStream) -> list[CacheEvents | None]:

@@ -19,7 +19,8 @@ from core.handoff import HandoffTicket
 from core.membership import GivenWork, WorkerLoad, WorkerRef
 from core.messages import CancelRequest, Command, ReserveBlocks, StartGeneration, StartPrefill, Turn
 from core.request import GenerateRequest, SamplingParams, StopConditions, TokenDelta
-from engine.block_pool import BlockPool, CacheChanges
+from engine.block_pool import BlockPool
+from engine.cache_changes import CacheChanges
 from kv_transfer.membership_codec import encode_ref
 from kv_transfer.stream_codec import encode_command
 from telemetry.tasks import BackgroundTasks

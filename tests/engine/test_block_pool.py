@@ -37,11 +37,11 @@ def test_a_released_cached_block_is_found_again_and_another_hash_is_not() -> Non
 def test_a_hit_that_needs_more_than_there_is_changes_nothing() -> None:
     pool = BlockPool(3)
     blocks = cached(pool, "a", "b")
-    pool.take_changes()
+    pool.moves.take()
     assert pool.acquire([name("a"), name("b")], 4) is None
     assert pool.num_free == 3
     assert pool.match([name("a"), name("b")]) == blocks
-    assert pool.take_changes().evicted == ()
+    assert pool.moves.take().evicted == ()
 
 
 def test_the_tail_of_a_table_is_evicted_before_its_head() -> None:
@@ -74,12 +74,12 @@ def test_changes_are_net() -> None:
     pool = BlockPool(1)
     cached(pool, "a")
     assert pool.allocate(1) == [0]
-    assert pool.take_changes() == type(pool.take_changes())((), ())
+    assert pool.moves.take() == type(pool.moves.take())((), ())
     pool.release([0])
     cached(pool, "b")
-    assert pool.take_changes().stored == (name("b"),)
+    assert pool.moves.take().stored == (name("b"),)
     pool.allocate(1)
-    assert pool.take_changes().evicted == (name("b"),)
+    assert pool.moves.take().evicted == (name("b"),)
 
 
 def test_a_quarantined_block_cannot_be_had_until_its_quarantine_ends() -> None:

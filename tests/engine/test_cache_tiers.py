@@ -14,7 +14,8 @@ from core.blocks import CacheTier
 from core.errors import InvariantBroken
 from core.identity import BlockHash
 from core.request import TokenDelta
-from engine.block_pool import BlockPool, CacheChanges
+from engine.block_pool import BlockPool
+from engine.cache_changes import CacheChanges
 from engine.cache_tiers import CacheTiers, DiskRead, DiskWrite
 from engine.slot_table import SlotTable
 from engine.step import NOT_FINITE, StepPlan
@@ -221,17 +222,15 @@ def test_changes_say_where_a_block_is_now() -> None:
         pool.release([block])
 
     take("a")
-    assert pool.take_changes() == CacheChanges((name("a"),), ())
+    assert pool.moves.take() == CacheChanges((name("a"),), ())
     take("b")
-    assert pool.take_changes() == CacheChanges((name("b"),), (name("a"),), host=(name("a"),))
+    assert pool.moves.take() == CacheChanges((name("b"),), (name("a"),), host=(name("a"),))
     tiers.settle()
-    assert pool.take_changes() == CacheChanges((), ())  # on the disk too, and still in the host
+    assert pool.moves.take() == CacheChanges((), ())  # on the disk too, and still in the host
     take("c")
-    assert pool.take_changes() == CacheChanges(
-        (name("c"),), (name("b"), name("a")), host=(name("b"),), disk=(name("a"),)
-    )
+    assert pool.moves.take() == CacheChanges((name("c"),), (name("b"), name("a")), host=(name("b"),), disk=(name("a"),))
     assert pool.acquire([name("b")], 1) == ([0], [])  # the host's one slot is b's, so c is gone
-    assert pool.take_changes() == CacheChanges((name("b"),), (name("c"),))
+    assert pool.moves.take() == CacheChanges((name("b"),), (name("c"),))
 
 
 def test_what_is_about_to_be_loaded_is_not_given_up_for_what_its_blocks_held() -> None:

@@ -55,7 +55,7 @@ class Worker:
                 self.pool.release(hits + fresh)
 
     def say(self) -> None:
-        events = self.feed.next(packed(self.pool.take_changes()), self.pool)
+        events = self.feed.next(packed(self.pool.moves.take()), self.pool)
         if events is not None:
             self.wire.append(events)
 

@@ -303,7 +303,7 @@ class SoakWorker:
                 await self.work.wait()
                 continue
             progress = self.scheduler.commit(plan, await asyncio.to_thread(self.memory.run, plan))
-            self.streams.step(self.service.stepped(progress), self.scheduler.load(), self.pool.take_changes())
+            self.streams.step(self.service.stepped(progress), self.scheduler.load(), self.pool.moves.take())
             for item in progress:
                 if item.ended:
                     self.streams.disown(item.request_id)
@@ -340,7 +340,7 @@ class SoakWorker:
             await asyncio.sleep(TICK_S)
             self.driver.tick()
             self.service.tick()
-            changes = self.pool.take_changes()
+            changes = self.pool.moves.take()
             if changes.stored or changes.evicted:
                 self.say("cached", changes.stored, changes.evicted)
 

@@ -323,7 +323,7 @@ class Host:
                 self.streams.disown(item.request_id)
 
     def say(self, deltas: Iterable[TokenDelta]) -> None:
-        changes = self.pool.take_changes()
+        changes = self.pool.moves.take()
         self.streams.step(deltas, self.scheduler.load(), changes)
         index, rng = self.world.index, self.world.rng
 
@@ -357,7 +357,7 @@ class Host:
         self.perform(self.handoffs.tick(now))
         self.perform(self.session.tick(now))
         if now < self.say_at_s:
-            if self.streams.behind or self.pool.has_changes:
+            if self.streams.behind or self.pool.moves.any:
                 self.say(())
             return
         self.say_at_s = now + 1.0
