@@ -107,7 +107,7 @@ class VllmRouterMetrics:
 class HitTier(StrEnum):
     """Where a prompt's beginning is cached, seen from the worker that computes the rest."""
 
-    DEVICE = "device"  # in its own KV pool
+    WORKER = "worker"  # its own, on the device or in a tier below
     PEER = "peer"  # in another worker's, which pushes it
 
 
@@ -151,7 +151,7 @@ class RoutingMetrics:
         """Count a plan; `attempt` is 1 for a request's first one, None for a hedge, beside another attempt. Prompt
         tokens that need not be computed: cached where it is prefilled, and to be pushed there by a peer."""
         self._plans.labels(reason).inc()
-        self._hit_tokens.labels(HitTier.DEVICE).inc(hit_tokens)
+        self._hit_tokens.labels(HitTier.WORKER).inc(hit_tokens)
         self._hit_tokens.labels(HitTier.PEER).inc(fetched_tokens)
         if attempt is None:
             self._hedges.labels(HedgeOutcome.BEGUN).inc()
