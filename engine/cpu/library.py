@@ -86,6 +86,7 @@ class _Step(ctypes.Structure):
         ("block_ids", ctypes.c_void_p),
         ("adapters", ctypes.c_void_p),
         ("num_logit_rows", ctypes.c_int32),
+        ("only_probes", ctypes.c_int32),
         ("logit_rows", ctypes.c_void_p),
         ("logits", ctypes.c_void_p),
         ("greedy_ids", ctypes.c_void_p),
@@ -161,12 +162,14 @@ class KernelEngine:
         adapters: Sequence[int],
         logit_rows: Sequence[int],
         logits: torch.Tensor,
+        *,
+        only_probes: bool,
     ) -> Int32Array:
         """Compute one step of checked slices, one after another (see TandemStep in kernels/model.h).
 
         Args:
-            logits: [at least len(logit_rows), vocab_size padded to 64], float32; filled.
-        Returns: [len(logit_rows)], the best ids, -1 where a logit is not finite.
+            logits: [at least len(logit_rows), vocab_size padded to 64], float32; filled, unless `only_probes`.
+        Returns: [len(logit_rows)], the best ids, or 0 if `only_probes`; -1 where a logit is not finite.
         Raises: MemoryError.
         """
         # One array: to make each of them costs more, between two steps with cold caches, than to fill it.
@@ -185,6 +188,7 @@ class KernelEngine:
             block_ids=block_ids.ctypes.data,
             adapters=places[3],
             num_logit_rows=len(logit_rows),
+            only_probes=only_probes,
             logit_rows=places[4],
             logits=logits.data_ptr(),
             greedy_ids=places[5],

@@ -21,7 +21,7 @@ from engine.model_config import ModelConfig
 from engine.runner import clear_not_finite, copy_blocks
 from engine.sampler import draw
 from engine.slice_check import require_copies, require_covered, require_inside
-from engine.step import Answer, SequenceSlice, StepPlan
+from engine.step import NOT_FINITE, PROBE, Answer, SequenceSlice, StepPlan
 from engine.weights import StoredWeights, load_stored_weights
 
 PAGE_TOKENS: Final = 16
@@ -110,13 +110,17 @@ class CpuModelRunner:
         """See ModelRunner."""
         require_copies(plan, len(self._kv_pool))
         copy_blocks(self._kv_pool, plan.copies)
-        greedy_ids = self._compute(plan.slices).tolist()
         samples = plan.samples
+        only_probes = all(spec is PROBE for spec in samples)
+        greedy_ids = self._compute(plan.slices, only_probes=only_probes).tolist()
         # The kernels' own choice where nothing else is asked for and all logits are finite.
         if all(spec.is_plain_greedy for spec in samples) and -1 not in greedy_ids:
             return plan.by_slice(greedy_ids)
-        with torch.inference_mode():
-            answers = plan.by_slice(draw(self._logits[: len(samples), : self.vocab_size], samples))
+        if only_probes:
+            answers = plan.by_slice(NOT_FINITE if token_id == -1 else token_id for token_id in greedy_ids)
+        else:
+            with torch.inference_mode():
+                answers = plan.by_slice(draw(self._logits[: len(samples), : self.vocab_size], samples))
         clear_not_finite(self._kv_pool, PAGE_TOKENS, plan, answers)
         return answers
 
@@ -126,13 +130,13 @@ class CpuModelRunner:
         Returns: [num_samples, vocab_size], float32, good until the next step.
         Raises: InvariantBroken: see ModelRunner.run.
         """
-        num_rows = len(self._compute(plan.slices))
+        num_rows = len(self._compute(plan.slices, only_probes=False))
         return self._logits[:num_rows, : self.vocab_size]
 
-    def _compute(self, slices: Sequence[SequenceSlice]) -> Int32Array:
-        """Fill the first rows of `_logits`, one for each sample of the slices.
+    def _compute(self, slices: Sequence[SequenceSlice], *, only_probes: bool) -> Int32Array:
+        """Fill the first rows of `_logits`, one for each sample of the slices, unless these are `only_probes`.
 
-        Returns: the greedy choice of each, -1 where a logit is not finite.
+        Returns: the greedy choice of each, or for probes 0; -1 where a logit is not finite.
         """
         token_ids = _flat([item.token_ids for item in slices])
         block_ids = _flat([item.block_table for item in slices])
@@ -153,6 +157,7 @@ class CpuModelRunner:
             adapters=[self._adapters[item.adapter_digest] for item in slices],
             logit_rows=logit_rows,
             logits=self._logits,
+            only_probes=only_probes,
         )
 
     def _check(self, slices: Sequence[SequenceSlice], token_ids: Int32Array, block_ids: Int32Array) -> None:

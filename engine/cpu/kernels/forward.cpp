@@ -307,11 +307,23 @@ class UnitEngine final : public Engine {
                       operands_ + row * units(hidden_stride_));
     }
 
+    // A row that is finite comes to finite logits: it is normalised before the last product.
+    bool is_finite(const float* row) const {
+        float zero = 0.0f;
+        for (int index = 0; index < model_.hidden_size; ++index) zero += row[index] * 0.0f;
+        return zero == 0.0f;
+    }
+
     void write_logits(const TandemStep& step) {
         const PackedMatrix<Unit> head = matrix(model_.head, model_.vocab_size, model_.hidden_size);
         const long logits_stride = pad_columns(model_.vocab_size);
         for (int first = 0; first < step.num_logit_rows; first += block_rows) {
             const int num_rows = std::min(block_rows, step.num_logit_rows - first);
+            if (step.only_probes) {
+                for (int row = 0; row < num_rows; ++row)
+                    step.greedy_ids[first + row] = is_finite(residual_ + kept_rows_[first + row] * hidden_stride_) ? 0 : -1;
+                continue;
+            }
             for (int row = 0; row < num_rows; ++row)
                 normalise(residual_ + kept_rows_[first + row] * hidden_stride_, model_.final_norm,
                           model_.hidden_size, model_.rms_norm_eps, operands_ + row * units(hidden_stride_));
