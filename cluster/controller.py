@@ -126,6 +126,8 @@ class Controller:
         method, arguments = ("switch_role", (to,)) if to is not None else ("drain", ())
         call_s = timeout_s + self._config.heartbeat_timeout_s + STOP_TIMEOUT_S
         try:
+            if ref not in self._actors:
+                raise ActorFailed("it has died")
             left = await self._actors[ref].call(method, *arguments, timeout_s, finish_s, timeout_s=call_s)
         except ActorFailures as error:
             role = self._fleet.role_of(ref.worker_id)

@@ -209,7 +209,7 @@ class Fleet:
         if leaves and not force and not any(it.role is Role.DECODE for it in others):
             message = f"{worker_id} is the last decode worker that is ready: without it nothing is served"
             raise DrainRefused(RefusalReason.LAST_DECODE_WORKER, message)
-        place.stands_in = place.stands_in and to is Role.PREFILL
+        place.stands_in = place.stands_in and to is not Role.DECODE
         self._begin_drain(place, to or place.role)
         return place.ref
 
@@ -230,7 +230,7 @@ class Fleet:
 
     def step(self, event: Event, now: float) -> list[Effect]:
         """What to do after `event`, which happened at `now` (monotonic seconds)."""
-        return [*self._react(event, now), *self._stand_ins()]
+        return [*self._react(event, now), *self._stand_ins(now)]
 
     def _react(self, event: Event, now: float) -> list[Effect]:
         match event:
@@ -245,7 +245,7 @@ class Fleet:
             case _:
                 assert_never(event)
 
-    def _stand_ins(self) -> list[Effect]:
+    def _stand_ins(self, now: float) -> list[Effect]:
         """Who is to stand in from now on, or no longer."""
         places = self._places.values()
         if not self._stand_in or self._stopping or any(it.role_before is not None for it in places):
@@ -253,8 +253,10 @@ class Fleet:
         ready = [it for it in places if it.life is Life.READY]
         decodes = [it for it in ready if it.role is Role.DECODE]
         standing = [it for it in decodes if it.stands_in]
-        if standing and len(decodes) > len(standing):
-            return self._switch(standing[0], Role.PREFILL)
+        back = [it for it in decodes if not it.stands_in]
+        if standing and back:  # to one that has died twice in a row only when it has lasted: streams would follow it
+            steady_s = min(it.ready_since_s + (it.quick_deaths > 1) * self._backoff.stable_after_s for it in back)
+            return self._switch(standing[0], Role.PREFILL) if now >= steady_s else [WakeAt(steady_s)]
         away = (Life.STARTING, Life.GONE)
         being_replaced = any(it.role is Role.DECODE and it.has_served and it.life in away for it in places)
         prefills = [it for it in ready if it.role is Role.PREFILL]

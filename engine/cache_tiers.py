@@ -156,6 +156,10 @@ class CacheTiers:
 
     # --- the disk's side ---
 
+    def give_up_reads(self) -> None:
+        """Who waits for the disk has waited long enough; what was not read is computed."""
+        self._reads.clear()
+
     def next_io(self) -> DiskRead | DiskWrite | None:
         """What to read or write now; tell of its end before the next call."""
         for block_hash in self._reads:

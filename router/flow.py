@@ -12,6 +12,7 @@ ends the other. A leg's stages:
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -20,6 +21,7 @@ from typing import Final
 from core.errors import InvariantBroken
 from core.membership import WorkerRef
 from core.request import GenerateRequest, Placement, TokenDelta
+from router.admission.room import LEAST_PROMPTS
 from router.policy.choose import Plan
 from router.policy.transfer import HandoffWatch
 
@@ -175,9 +177,11 @@ def suspects_of(worker: WorkerRef, legs: Iterable[Leg], tokens_ahead: int) -> se
     most prompts only wait, and would be blamed for one death after the other."""
     computed = [leg for leg in legs if leg.is_computed_on(worker)]
     suspects = {leg for leg in computed if leg.has_new_tokens}
-    ahead = 0
-    for leg in sorted(computed, key=lambda leg: (leg.request.priority, leg.prefill_begun_s)):
-        if leg not in suspects and ahead < tokens_ahead:
+    # By priority, prompts and tokens: batch work may have begun before others came.
+    begun: defaultdict[int, tuple[int, int]] = defaultdict(lambda: (0, 0))
+    for leg in sorted(computed, key=lambda leg: leg.prefill_begun_s):
+        num_prompts, ahead = begun[leg.request.priority]
+        if leg not in suspects and (ahead < tokens_ahead or num_prompts < LEAST_PROMPTS):
             suspects.add(leg)
-            ahead += leg.computed_tokens
+            begun[leg.request.priority] = num_prompts + 1, ahead + leg.computed_tokens
     return suspects

@@ -317,3 +317,38 @@ def test_nobody_stands_in_where_another_decodes_or_an_operator_wants_it_so_or_al
     asked.fleet.drain("prefill-0", Role.DECODE, force=True)  # for good
     asked.drained(Role.DECODE)
     assert asked.switches(WorkerStarted(asked.refs["decode-0"])) == []
+
+
+def standing() -> StandIn:
+    cluster = StandIn()
+    cluster.die("decode-0")
+    cluster.drained(Role.DECODE)
+    return cluster
+
+
+def test_a_place_whose_stand_in_is_drained_by_hand_is_what_it_was() -> None:
+    cluster = standing()
+    ref = cluster.fleet.drain("prefill-0", None, force=True)
+    cluster.fleet.drained(ref, None, done=True)
+    effects = cluster.fleet.step(WorkerDied(ref, "drained"), 2.0)
+    assert [it.role for it in effects if isinstance(it, StartWorker) and it.ref.worker_id == "prefill-0"] == [
+        Role.PREFILL
+    ]
+
+
+def test_streams_do_not_follow_a_worker_that_dies_at_once_each_time() -> None:
+    cluster, now, returned = standing(), 1.0, 0
+    for _ in range(6):
+        effects = cluster.fleet.step(WorkerStarted(cluster.refs["decode-0"]), now)
+        if any(isinstance(it, SwitchRole) for it in effects):
+            returned += 1
+            cluster.drained(Role.PREFILL)
+        effects = cluster.fleet.step(WorkerDied(cluster.refs["decode-0"], "again"), now + 0.5)
+        if any(isinstance(it, SwitchRole) for it in effects):
+            cluster.drained(Role.DECODE)
+        while not (starts := [it for it in effects if isinstance(it, StartWorker)]):
+            now = max(it.at_s for it in effects if isinstance(it, WakeAt))
+            effects = cluster.fleet.step(Wake(), now)
+        cluster.refs["decode-0"] = starts[0].ref
+        now += 1.0
+    assert returned <= 1

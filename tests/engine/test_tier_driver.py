@@ -9,14 +9,17 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from core.blocks import CacheTier
+from core.identity import BlockHash
 from core.request import GenerateRequest, SamplingParams, StopConditions
 from engine.block_pool import BlockPool
 from engine.cache_tiers import CacheTiers
@@ -247,3 +250,81 @@ def test_a_killed_worker_leaves_no_file(tmp_path: Path) -> None:
         assert os.listdir(tmp_path) == []  # and has no name
         process.send_signal(signal.SIGKILL)
     assert os.listdir(tmp_path) == []
+
+
+class FakeHost:
+    """Eight slots of eight bytes."""
+
+    slot_bytes = 8
+
+    def __init__(self) -> None:
+        self.slots = [bytearray(8) for _ in range(8)]
+
+    def bytes_of(self, slot: int) -> memoryview:
+        return memoryview(self.slots[slot])
+
+    def save(self, block: int, slot: int) -> None: ...
+
+    def load(self, slot: int, block: int) -> None: ...
+
+
+class FakeDisk:
+    """Takes `read_s` for each block that it reads."""
+
+    def __init__(self, read_s: float = 0.0) -> None:
+        self.read_s = read_s
+        self.num_reads = self.num_writes = 0
+
+    def write(self, slot: int, data: memoryview) -> None:
+        self.num_writes += 1
+
+    def read(self, slot: int, data: memoryview) -> bool:
+        time.sleep(self.read_s)
+        self.num_reads += 1
+        return True
+
+    def close(self) -> None: ...
+
+
+def fake_driver(disk: FakeDisk, **bounds: float) -> tuple[CacheTiers, TierDriver]:
+    host: Any = FakeHost()
+    tiers = CacheTiers(host, 8, 16)
+    return tiers, TierDriver(tiers, host, disk, lambda: None, **bounds)  # type: ignore[arg-type]
+
+
+async def fill_disk(tiers: CacheTiers, disk: FakeDisk) -> list[BlockHash]:
+    """Four blocks that only the disk has: eight others have their places on the host."""
+    hashes = [BlockHash(bytes([index])) for index in range(4)]
+    for index, block_hash in enumerate([*hashes, *(BlockHash(bytes([10 + index])) for index in range(8))]):
+        tiers.save(block_hash, index)
+        while disk.num_writes <= index:  # noqa: ASYNC110, what is awaited is done by a thread
+            await asyncio.sleep(0.001)
+    assert {tiers.place(block_hash) for block_hash in hashes} == {CacheTier.DISK}
+    return hashes
+
+
+async def test_a_loop_that_stood_still_does_not_lose_a_sound_disk() -> None:
+    disk = FakeDisk()
+    tiers, driver = fake_driver(disk, timeout_s=0.1)
+    task = driver.start()
+    tiers.save(BlockHash(b"a"), 0)
+    while not disk.num_writes:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    time.sleep(0.3)  # noqa: ASYNC251, the loop stands still, not the disk
+    await asyncio.sleep(0.01)
+    assert not task.done()
+    await driver.stop()
+
+
+@pytest.mark.parametrize(("read_s", "all_read"), [(0.0, True), (0.1, False)])
+async def test_nobody_waits_for_a_slow_disk_longer_than_a_bound(read_s: float, all_read: bool) -> None:
+    disk = FakeDisk(read_s)
+    tiers, driver = fake_driver(disk, reading_bound_s=0.05)
+    driver.start()
+    asked = await fill_disk(tiers, disk)
+    number = tiers.read(asked)
+    async with asyncio.timeout(5.0):
+        while not tiers.is_read(number):  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    assert (disk.num_reads == len(asked)) is all_read
+    await driver.stop()

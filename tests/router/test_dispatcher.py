@@ -601,6 +601,28 @@ def test_of_many_prompts_at_a_worker_that_dies_only_those_that_it_can_have_begun
     assert left[1:] == [rest, rest, ["r4"], ["r4"]] and len(left[0]) == 5
 
 
+@pytest.mark.parametrize(("priority", "alone"), [(1, False), (0, False), (1, True)])
+def test_a_prompt_that_kills_is_stopped_also_beside_a_long_one(priority: int, alone: bool) -> None:
+    """Batch work that was there first, or what shares a step with the long one's last chunk; another long one follows
+    each that fails."""
+    cluster = Cluster()
+    cluster.join("d1", num_blocks=10_000)
+
+    def submit(name: str, num_tokens: int, priority: int = 0) -> None:
+        prompt = replace(request(name), prompt_token_ids=tuple(range(num_tokens)), priority=priority)
+        cluster.dispatcher.submit(prompt, Placement.AUTO, 0.0)
+
+    submit("poison", 500, priority)
+    deaths, flows = 0, cluster.dispatcher._open.flows
+    while "poison" in flows and deaths < 20:
+        if not alone and not any(name.startswith("long") for name in flows):
+            submit(f"long{deaths}", 2000)
+        cluster.dispatcher.worker_lost(cluster.refs["d1"], float(deaths))
+        deaths += 1
+        cluster.join("d1", life=str(deaths + 1), num_blocks=10_000)
+    assert deaths <= DispatcherConfig().max_silent_failures
+
+
 def test_requests_that_kill_workers_in_turn_do_not_excuse_each_other_for_ever() -> None:
     one, other = (Flow(request(name), Placement.AUTO, (), 0.0, 1.0, [Output()]) for name in ("one", "other"))
     most, kills = DispatcherConfig().max_silent_failures, 0
