@@ -31,9 +31,10 @@ POLL_S: Final = 0.02
 REQUEST_TIMEOUT_S: Final = 180.0
 RETURN_TIMEOUT_S: Final = 120.0
 PROMPT: Final = "The capital of France is"
-LONG_PROMPT: Final = "".join(
-    f"{number}. A prompt that takes its time to compute and to move.\n" for number in range(120)
-)
+LINE: Final = "{number}. A prompt that takes its time to compute and to move.\n"
+LINE_TOKENS: Final = 18  # at most, of the default model's tokenizer
+MOST_LINES: Final = 120
+LEAST_LINES: Final = 30  # of fewer, the last block is there before anybody can leave
 LOOPBACK: Final = ("127.0.0.1:", "localhost:", "[::1]:")
 
 
@@ -73,14 +74,14 @@ class Drill:
     def __init__(self, target: DrillTarget, say: Callable[[str], None]) -> None:
         self._target = target
         self._say = say
-        self._model = ""
+        self._model = self._long_prompt = ""
         self._expected: list[int] = []
 
     async def run(self) -> None:
         """Each fault, and its figures."""
         timeout = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)
         async with aiohttp.ClientSession(headers=key_headers(), timeout=timeout) as self._session:
-            self._model = await self._first_model()
+            await self._look_at_model()
             undisturbed = _Stream()
             await self._follow(undisturbed)
             self._expected = undisturbed.tokens
@@ -92,13 +93,22 @@ class Drill:
             ):
                 await self._check(name, fault)
 
-    async def _first_model(self) -> str:
+    async def _look_at_model(self) -> None:
+        """Its name, and a prompt that fits its context: what does not is refused before anything is killed."""
+        model = await self._first_model()
+        num_lines = min(MOST_LINES, (model["max_model_len"] - NUM_TOKENS) // LINE_TOKENS)
+        if num_lines < LEAST_LINES:
+            raise CommandFailed(f"a context of {model['max_model_len']} tokens (num_blocks) is too short for a drill")
+        self._model = model["id"]
+        self._long_prompt = "".join(LINE.format(number=number) for number in range(num_lines))
+
+    async def _first_model(self) -> dict[str, Any]:
         url = f"{self._target.http_url}/v1/models"
         try:
             async with self._session.get(url) as response:
                 if response.status != 200:
                     raise CommandFailed(f"{url}: {refusal(response.status, await response.text())}")
-                return str((await response.json())["data"][0]["id"])
+                return dict((await response.json())["data"][0])
         except (aiohttp.ClientError, TimeoutError) as error:
             raise CommandFailed(f"{url}: {type(error).__name__}: {error}") from error
 
@@ -130,7 +140,7 @@ class Drill:
         workers = (await fetch_status(self._target.registry)).workers
         if not any(item.worker.role == worker_pb2.ROLE_PREFILL and item.life == Life.READY for item in workers):
             return "left out: no prefill worker is ready"
-        leaving = asyncio.create_task(self._follow(_Stream(), LONG_PROMPT, prefill="remote"))
+        leaving = asyncio.create_task(self._follow(_Stream(), self._long_prompt, prefill="remote"))
         while not any(item.load.waiting_tokens for item in (await fetch_status(self._target.registry)).workers):
             if leaving.done():
                 await leaving

@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BadRequest as error:
         print(f"tandem: {flags.source_of(error.field, parsed)}: {error.message}", file=sys.stderr)
         return EXIT_USAGE
-    except TandemError as error:
+    except (TandemError, OSError) as error:  # a folder or file that cannot be written or read: it names it
         print(f"tandem: {error}", file=sys.stderr)
         return EXIT_FAILED
     except KeyboardInterrupt:
@@ -40,10 +40,17 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--version", action=_Version, nargs=0, default=argparse.SUPPRESS, help="print the version and end"
     )
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=_Command)
     for command in (up, router, controller, chat, status, drain, leave, drill, model):
         command.add_parser(commands)
     return parser
+
+
+class _Command(argparse.ArgumentParser):
+    """Takes no flag that is cut short: it would mean another one, or nothing, in a later version."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings, allow_abbrev=False)
 
 
 class _Version(argparse.Action):

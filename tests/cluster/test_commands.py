@@ -160,6 +160,22 @@ def test_wrong_use_is_exit_code_2_and_names_the_setting(
     assert named in capsys.readouterr().err
 
 
+def test_a_flag_that_is_cut_short_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["up", "--prefil", "2"])
+    assert "unrecognized arguments: --prefil" in capsys.readouterr().err
+
+
+def test_a_cache_that_cannot_be_written_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    no_folder = tmp_path / "file"
+    no_folder.write_text("")
+    monkeypatch.setenv("TANDEM_CACHE", str(no_folder))
+    assert main(["model", "fetch"]) == 1
+    assert str(no_folder) in capsys.readouterr().err.splitlines()[-1]
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
