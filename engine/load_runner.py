@@ -22,7 +22,7 @@ from engine.gpu import runner as gpu
 from engine.gpu.runner import GpuModelRunner
 from engine.model_config import ModelConfig
 from engine.models.decoder import Gather
-from engine.parallel.runner import ParallelRunner
+from engine.parallel.runner import LeadingRunner, ParallelRunner
 from engine.parallel.shard import Shard, require_split
 from engine.runner import ModelRunner
 from engine.torch_runner import TorchModelRunner, make_pool
@@ -102,7 +102,7 @@ def _start_on_gpus(
         raise BadRequest("tensor_parallel_size", f"{len(gpus)} wants as many GPUs, torch sees {count}")
     places = [torch.device("cuda", index % count) for index in gpus]
     pools = [gpu.make_pool(config, dtype, num_blocks, block_size, place) for place in places]
-    return ParallelRunner(partial(_gpu_shard, folder, dtype, num_blocks, block_size, adapters), pools, on_lost)
+    return ParallelRunner(partial(_load_shard, folder, dtype, num_blocks, block_size, adapters), pools, on_lost)
 
 
 def _start_on_host(
@@ -117,7 +117,7 @@ def _start_on_host(
     """Pools in shared memory."""
     config = _part_of(folder, dtype, len(ranks))
     pools = [make_pool(config, dtype, num_blocks, block_size).share_memory_() for _ in ranks]
-    return ParallelRunner(partial(_torch_shard, folder, dtype, num_blocks, block_size, adapters), pools, on_lost)
+    return ParallelRunner(partial(_load_shard, folder, dtype, num_blocks, block_size, adapters), pools, on_lost)
 
 
 def _part_of(folder: Path, dtype: str, size: int) -> ModelConfig:
@@ -127,7 +127,7 @@ def _part_of(folder: Path, dtype: str, size: int) -> ModelConfig:
     return Shard(0, size).config(config)
 
 
-def _gpu_shard(
+def _load_shard(
     folder: Path,
     dtype: str,
     num_blocks: int,
@@ -136,30 +136,9 @@ def _gpu_shard(
     shard: Shard,
     pool: torch.Tensor,
     gather: Gather,
-) -> GpuModelRunner:
-    return GpuModelRunner.load(
-        folder,
-        dtype,
-        num_blocks,
-        block_size,
-        gpu_index=pool.get_device(),
-        shard=shard,
-        pool=pool,
-        gather=gather,
-        adapters=adapters,
-    )
-
-
-def _torch_shard(
-    folder: Path,
-    dtype: str,
-    num_blocks: int,
-    block_size: int,
-    adapters: Mapping[str, Path],
-    shard: Shard,
-    pool: torch.Tensor,
-    gather: Gather,
-) -> TorchModelRunner:
-    return TorchModelRunner.load(
-        folder, dtype, num_blocks, block_size, shard=shard, pool=pool, gather=gather, adapters=adapters
-    )
+) -> LeadingRunner:
+    """A rank's part of the model, where its pool lies."""
+    load: Callable[..., LeadingRunner] = TorchModelRunner.load
+    if pool.is_cuda:
+        load = partial(GpuModelRunner.load, gpu_index=pool.get_device())
+    return load(folder, dtype, num_blocks, block_size, shard=shard, pool=pool, gather=gather, adapters=adapters)
