@@ -44,11 +44,13 @@ class HostPaths:
 
 @dataclass(frozen=True, slots=True)
 class ServingWorker:
-    """config: what it was started with. info: its role there is what it serves as now. revision: of its messages."""
+    """config: what it was started with. info: its role there is what it serves as now. revision: of its messages.
+    stands_in: that role is not its place's, it is to go back."""
 
     config: WorkerConfig
     info: WorkerInfo
     revision: int = SCHEMA_REVISION
+    stands_in: bool = False
 
 
 class _HostActor:
@@ -149,12 +151,14 @@ class WorkerActor(_HostActor):
         self._serves, self._drained = False, True
         return str(await self._host.drain(timeout_s, finish_s))
 
-    async def switch_role(self, role: Role, timeout_s: float, finish_s: float) -> str:
-        """As cluster.worker_host.WorkerHost.switch_role."""
-        self._serves = False
-        left = str(await self._host.switch_role(role, timeout_s, finish_s))
-        if not left and self._started is not None:
-            self._started = replace(self._started, info=replace(self._started.info, role=role))
+    async def switch_role(self, role: Role, stands_in: bool, timeout_s: float, finish_s: float) -> str:
+        """As cluster.worker_host.WorkerHost.switch_role; one that serves so already need not drain for it."""
+        started, left = self._started, ""
+        if not (self._serves and started is not None and started.info.role is role):
+            self._serves = False
+            left = str(await self._host.switch_role(role, timeout_s, finish_s))
+        if not left and started is not None:
+            self._started = replace(started, info=replace(started.info, role=role), stands_in=stands_in)
             self._drained = False
         self._serves = not self._drained
         return left

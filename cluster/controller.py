@@ -85,9 +85,9 @@ class Controller:
     def all_ready(self) -> bool:
         return all(life is Life.READY for life in self.lives.values())
 
-    def adopt(self, actor: Actor, location: Location, info: WorkerInfo) -> bool:
+    def adopt(self, actor: Actor, location: Location, info: WorkerInfo, *, stands_in: bool) -> bool:
         """Take over a living worker, before `run`. False: its place is taken, or not wanted."""
-        adopted = self._fleet.adopt(info.ref, info.role, time.monotonic())
+        adopted = self._fleet.adopt(info.ref, info.role, time.monotonic(), stands_in=stands_in)
         if adopted:
             self._actors[info.ref], self._locations[info.ref] = actor, location
         return adopted
@@ -112,18 +112,21 @@ class Controller:
 
         force: also the last decode worker. timeout_s: what is open after that keeps its role. Raises: DrainRefused.
         """
-        if to is not None and self._fleet.role_of(worker_id) is to and self.lives[worker_id] is Life.READY:
+        if to is not None and self._fleet.serves_as(worker_id, to):
             return False
         ref = self._fleet.drain(worker_id, to, force=force)
-        reason, message = await asyncio.shield(self._lives.create_task(self._drain_to(ref, to, timeout_s)))
+        drain = self._drain_to(ref, to, timeout_s, stands_in=False)
+        reason, message = await asyncio.shield(self._lives.create_task(drain))
         if reason is not None:
             raise DrainRefused(reason, message)
         return True
 
-    async def _drain_to(self, ref: WorkerRef, to: Role | None, timeout_s: float) -> tuple[RefusalReason | None, str]:
+    async def _drain_to(
+        self, ref: WorkerRef, to: Role | None, timeout_s: float, *, stands_in: bool
+    ) -> tuple[RefusalReason | None, str]:
         """Until the worker says how it went, or is dead: a hung one is BUSY until then."""
         finish_s = min(self._config.drain_finish_s, timeout_s / 2)
-        method, arguments = ("switch_role", (to,)) if to is not None else ("drain", ())
+        method, arguments = ("switch_role", (to, stands_in)) if to is not None else ("drain", ())
         call_s = timeout_s + self._config.heartbeat_timeout_s + STOP_TIMEOUT_S
         try:
             if ref not in self._actors:
@@ -138,7 +141,7 @@ class Controller:
         return None, ""
 
     async def _switch(self, ref: WorkerRef, to: Role) -> None:
-        reason, _message = await self._drain_to(ref, to, SWITCH_TIMEOUT_S)
+        reason, _message = await self._drain_to(ref, to, SWITCH_TIMEOUT_S, stands_in=to is Role.DECODE)
         if reason is not None:
             await asyncio.sleep(SWITCH_AGAIN_S)
         self._inbox.put_nowait(Wake())

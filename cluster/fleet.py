@@ -144,7 +144,7 @@ class _Place:
     ready_since_s: float = 0.0
     quick_deaths: int = 0
     role_before: Role | None = None  # while a drain is under way: the role to fall back to
-    has_served: bool = False  # some life of it was READY
+    has_served: bool = False  # some life of it was READY, as far as we know
     stands_in: bool = False  # its worker decodes, or is about to, and its role is PREFILL all the same
 
 
@@ -181,14 +181,21 @@ class Fleet:
         place = self._places.get(worker_id)
         return None if place is None else place.role
 
-    def adopt(self, ref: WorkerRef, role: Role, now: float) -> bool:
+    def serves_as(self, worker_id: str, role: Role) -> bool:
+        """It is READY and stays in this role: it does not stand in."""
+        place = self._places.get(worker_id)
+        return place is not None and place.life is Life.READY and place.role is role and not place.stands_in
+
+    def adopt(self, ref: WorkerRef, role: Role, now: float, *, stands_in: bool = False) -> bool:
         """A READY worker that an earlier controller started is the life of its place. False: that is taken, or there is
         no such place."""
         place = self._places.get(ref.worker_id)
         if place is None or place.ref is not None:
             return False
         place.ref, place.role, place.life, place.ready_since_s = ref, role, Life.READY, now
-        place.has_served = True
+        place.stands_in = stands_in
+        for it in self._places.values():  # also where nobody lives now: the cluster serves already
+            it.has_served = True
         return True
 
     def drain(self, worker_id: str, to: Role | None, *, force: bool) -> WorkerRef:
@@ -248,7 +255,7 @@ class Fleet:
     def _stand_ins(self, now: float) -> list[Effect]:
         """Who is to stand in from now on, or no longer."""
         places = self._places.values()
-        if not self._stand_in or self._stopping or any(it.role_before is not None for it in places):
+        if self._stopping or any(it.role_before is not None for it in places):
             return []
         ready = [it for it in places if it.life is Life.READY]
         decodes = [it for it in ready if it.role is Role.DECODE]
@@ -257,6 +264,8 @@ class Fleet:
         if standing and back:  # to one that has died twice in a row only when it has lasted: streams would follow it
             steady_s = min(it.ready_since_s + (it.quick_deaths > 1) * self._backoff.stable_after_s for it in back)
             return self._switch(standing[0], Role.PREFILL) if now >= steady_s else [WakeAt(steady_s)]
+        if not self._stand_in:  # but one that does already goes back
+            return []
         away = (Life.STARTING, Life.GONE)
         being_replaced = any(it.role is Role.DECODE and it.has_served and it.life in away for it in places)
         prefills = [it for it in ready if it.role is Role.PREFILL]

@@ -30,7 +30,6 @@ from cluster.progress import Progress
 from cluster.ray_runtime import STOP_TIMEOUT_S, Actor, RayRuntime
 from cluster.worker_config import WorkerConfig
 from core.errors import BadRequest
-from core.identity import SCHEMA_REVISION
 from core.membership import Role, WorkerRef
 
 RESOURCES: Final = {Role.PREFILL: "tandem_prefill", Role.DECODE: "tandem_decode"}
@@ -101,13 +100,19 @@ class HostController:
             location = await actor.call("locate", timeout_s=LOCATE_TIMEOUT_S)
         except ActorFailures:
             return False
-        wanted = self._worker_config(ref, role)
-        if found is None or found.revision != SCHEMA_REVISION or replace(found.config, role=role) != wanted:
+        if found is None or not self._is_wanted(found, ref, role):
             return False
-        if not self._controller.adopt(actor, location, found.info):
+        if not self._controller.adopt(actor, location, found.info, stands_in=found.stands_in):
             return False
         self._progress.say(f"{ref} is of an earlier controller: taken over")
         return True
+
+    def _is_wanted(self, found: ServingWorker, ref: WorkerRef, role: Role) -> bool:
+        try:
+            wanted = ServingWorker(self._worker_config(ref, role), found.info, stands_in=found.stands_in)
+            return replace(found, config=replace(found.config, role=role)) == wanted
+        except AttributeError:  # of an earlier release, which had not all fields of these
+            return False
 
     async def _end_leftover(self, ref: WorkerRef, actor: Actor | None, note: bytes | None) -> None:
         """What has no note was not located yet, so it was never told to start."""

@@ -314,8 +314,10 @@ def test_nobody_stands_in_where_another_decodes_or_an_operator_wants_it_so_or_al
     asked = StandIn()
     asked.die("decode-0")
     asked.drained(Role.DECODE)
+    assert not asked.fleet.serves_as("prefill-0", Role.DECODE)
     asked.fleet.drain("prefill-0", Role.DECODE, force=True)  # for good
     asked.drained(Role.DECODE)
+    assert asked.fleet.serves_as("prefill-0", Role.DECODE)
     assert asked.switches(WorkerStarted(asked.refs["decode-0"])) == []
 
 
@@ -334,6 +336,34 @@ def test_a_place_whose_stand_in_is_drained_by_hand_is_what_it_was() -> None:
     assert [it.role for it in effects if isinstance(it, StartWorker) and it.ref.worker_id == "prefill-0"] == [
         Role.PREFILL
     ]
+
+
+@pytest.mark.parametrize("stand_in", [True, False])
+@pytest.mark.parametrize("decode_lives", [True, False])
+def test_a_stand_in_that_the_next_controller_takes_over_goes_back(stand_in: bool, decode_lives: bool) -> None:
+    for stands_in, to in ((True, [Role.PREFILL]), (False, [])):  # the control: an operator wanted it to decode
+        fleet, ref = Fleet(WANTED, Random(2), BACKOFF, stand_in=stand_in), WorkerRef("prefill-0", "of-before")
+        assert fleet.adopt(ref, Role.DECODE, 0.0, stands_in=stands_in)
+        if decode_lives:
+            assert fleet.adopt(WorkerRef("decode-0", "of-before"), Role.DECODE, 0.0)
+        effects = fleet.step(Wake(), 0.0)
+        for decode in started(effects):
+            assert not any(isinstance(effect, SwitchRole) for effect in effects)
+            effects = fleet.step(WorkerStarted(decode), 1.0)
+        assert [(it.ref, it.to) for it in effects if isinstance(it, SwitchRole)] == [(ref, role) for role in to]
+
+
+def test_a_stand_in_that_the_next_controller_takes_over_and_that_dies_prefills() -> None:
+    fleet, ref = Fleet(WANTED, Random(2), BACKOFF, stand_in=True), WorkerRef("prefill-0", "of-before")
+    fleet.adopt(ref, Role.DECODE, 0.0, stands_in=True)
+    effects = fleet.step(WorkerDied(ref, "killed"), 100.0)
+    assert [it.role for it in effects if isinstance(it, StartWorker)] == [Role.PREFILL]
+
+
+def test_a_prefill_worker_that_is_taken_over_stands_in_for_a_decode_worker_that_is_not_there() -> None:
+    fleet, ref = Fleet(WANTED, Random(2), BACKOFF, stand_in=True), WorkerRef("prefill-0", "of-before")
+    fleet.adopt(ref, Role.PREFILL, 0.0)
+    assert SwitchRole(ref, Role.DECODE) in fleet.step(Wake(), 0.0)
 
 
 def test_streams_do_not_follow_a_worker_that_dies_at_once_each_time() -> None:

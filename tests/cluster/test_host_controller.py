@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import os
 import signal
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +21,14 @@ from stub_hosts import StubRouterService
 from tandem.v1 import worker_pb2, worker_pb2_grpc
 
 from cluster import host_controller
-from cluster.actors import HostPaths
+from cluster.actors import HostPaths, ServingWorker
 from cluster.config import ClusterConfig
 from cluster.host_controller import HostController
 from cluster.progress import Progress
 from cluster.ray_runtime import RayRuntime
 from core.errors import BadRequest
 from core.membership import Role, WorkerRef
+from tests.worker_info import worker_info
 
 STUBS = HostPaths(worker="stub_hosts:StubWorkerHost")
 TIMEOUT_S = 60.0
@@ -142,6 +145,16 @@ async def heard(registry: Registry, dead: set[WorkerRef]) -> None:
     await until(told)
 
 
+async def switch(runtime: RayRuntime, ref: WorkerRef, to: Role, *, stands_in: bool) -> str:
+    return str(await runtime.actors()[str(ref)].call("switch_role", to, stands_in, 1.0, 0.5, timeout_s=TIMEOUT_S))
+
+
+async def serve_as_configured(runtime: RayRuntime, refs: set[WorkerRef]) -> bool:
+    actors = [runtime.actors()[str(ref)] for ref in refs]
+    found = [await actor.call("describe", timeout_s=TIMEOUT_S) for actor in actors]
+    return all(it is not None and it.info.role is it.config.role and not it.stands_in for it in found)
+
+
 async def pid_of(runtime: RayRuntime, ref: WorkerRef) -> int:
     return int(await runtime.actors()[str(ref)].call("ping", timeout_s=TIMEOUT_S))
 
@@ -153,8 +166,11 @@ async def test_a_new_controller_takes_over_what_is_as_it_would_start_it_and_ends
         async with controller(config) as first:
             before = living(first)
             assert {ref.worker_id for ref in before} == {"prefill-0", "decode-0"}
+            for ref in before:  # both decode: prefill-0 stands in, decode-0 is what it always was
+                assert await switch(ray_runtime, ref, Role.DECODE, stands_in=ref.worker_id == "prefill-0") == ""
         async with controller(config) as second:
             assert living(second) == before and not registry.dead
+            await until(partial(serve_as_configured, ray_runtime, before))
             (decode,) = (ref for ref in before if ref.worker_id == "decode-0")
             os.kill(await pid_of(ray_runtime, decode), signal.SIGKILL)  # it is watched like one of its own
             await heard(registry, {decode})
@@ -180,6 +196,23 @@ async def test_a_new_controller_takes_over_what_is_as_it_would_start_it_and_ends
             async with asyncio.timeout(TIMEOUT_S):
                 await running
         assert ray_runtime.actors().keys() == ({str(ref) for ref in last} if settings.keep_workers else set())
+
+
+async def test_a_worker_of_a_release_with_fewer_fields_is_not_taken_over(config: ClusterConfig) -> None:
+    controller, ref = HostController(config, Progress(), STUBS), WorkerRef("decode-0", "of-before")
+    ours = controller._worker_config(ref, Role.PREFILL)  # it had changed its role
+    found = ServingWorker(ours, worker_info(ref, Role.PREFILL))
+    assert controller._is_wanted(found, ref, Role.DECODE)
+    assert not controller._is_wanted(replace(found, revision=found.revision - 1), ref, Role.DECODE)
+    for old in (_as_of_earlier(found, "stands_in"), replace(found, config=_as_of_earlier(ours, "drain_finish_s"))):
+        assert not controller._is_wanted(old, ref, Role.DECODE)
+
+
+def _as_of_earlier(value: Any, new_field: str) -> Any:
+    """As it is read when it was pickled before its class had that field."""
+    old = copy.copy(value)
+    object.__delattr__(old, new_field)
+    return old
 
 
 async def test_a_health_port_in_use_is_named_before_anything_starts(config: ClusterConfig) -> None:
