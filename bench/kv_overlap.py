@@ -23,9 +23,9 @@ from typing import Any, Final
 import numpy as np
 
 from cluster.folders import default_model_folder
-from cluster.kv_memory import memory_of
-from cluster.worker_config import WorkerConfig
-from cluster.worker_engine import Engine, build_engine
+from cluster.worker.config import WorkerConfig
+from cluster.worker.engine import Engine, build_engine
+from cluster.worker.kv_memory import memory_of
 from core.handoff import HandoffTicket
 from core.identity import CacheIdentity
 from core.membership import Role, WorkerRef

@@ -1,8 +1,8 @@
-"""What runs inside a Ray actor process: a host object, its log file, its thread settings. Does not load torch.
+"""What runs inside a Ray actor's process: a worker or a router, its log file, its thread settings. Does not load torch.
 
-The host (cluster.worker_host.WorkerHost, router.main.RouterProcess) is named by an import path and imported only
-here, in the actor's process: so the launcher never loads torch, and thread settings stand in the environment before
-torch reads them.
+What it is (cluster.worker.process.WorkerProcess, router.main.RouterProcess) is named by an import path and imported
+only here, in the actor's process: so the launcher never loads torch, and thread settings stand in the environment
+before torch reads them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any, Final
 from cluster import processes
 from cluster.burial import Location
 from cluster.ray_runtime import STOP_TIMEOUT_S, note_this_actor, this_host, this_hosts_labels
-from cluster.worker_config import WorkerConfig
+from cluster.worker.config import WorkerConfig
 from core.identity import SCHEMA_REVISION
 from core.membership import Role, WorkerInfo
 from telemetry.logs import setup_logs
@@ -35,10 +35,10 @@ NVLINK_LABEL: Final = "ray.io/gpu-domain"  # of a Ray host: KubeRay's name for a
 
 
 @dataclass(frozen=True, slots=True)
-class HostPaths:
+class ProcessPaths:
     """Import paths of what runs inside the actor processes."""
 
-    worker: str = "cluster.worker_host:WorkerHost"
+    worker: str = "cluster.worker.process:WorkerProcess"
     router: str = "router.main:RouterProcess"
 
 
@@ -53,32 +53,32 @@ class ServingWorker:
     stands_in: bool = False
 
 
-class _HostActor:
-    """Start, ping, watch and stop one host object. A failure reaches the caller as plain text: exceptions of
+class _ProcessActor:
+    """Start, ping, watch and stop one such object. A failure reaches the caller as plain text: exceptions of
     libraries do not always survive the way between processes."""
 
-    def __init__(self, host_path: str, environment: dict[str, str]) -> None:
+    def __init__(self, path: str, environment: dict[str, str]) -> None:
         os.environ.update(environment)
-        self._host_path = host_path
-        self._host: Any = None
+        self._path = path
+        self._process: Any = None
 
     async def prepare(self) -> None:
-        """Import the host ahead of `start`."""
-        self._host = self._host or _import_host(self._host_path)
+        """Import it ahead of `start`."""
+        self._process = self._process or _import_process(self._path)
 
     async def start(self, config: Any) -> Any:
-        """Import the host, start it; returns what it says of itself."""
+        """Import it, start it; returns what it says of itself."""
         try:
             await self.prepare()
-            return await self._host.start(config)
+            return await self._process.start(config)
         except Exception as error:
             traceback.print_exc()
             raise RuntimeError(f"{type(error).__name__}: {error}") from None
 
     async def stop(self) -> None:
         """Close servers and connections."""
-        if self._host is not None:
-            await self._host.stop()
+        if self._process is not None:
+            await self._process.stop()
 
     async def watch(self) -> None:
         """Never returns: the call breaks when this process dies, which is how the controller learns of it."""
@@ -98,11 +98,11 @@ class _HostActor:
         return location
 
 
-class WorkerActor(_HostActor):
+class WorkerActor(_ProcessActor):
     """The process of one prefill or decode worker. Which one, `start` says."""
 
-    def __init__(self, host_path: str) -> None:
-        super().__init__(host_path, WORKER_ENVIRONMENT)
+    def __init__(self, path: str) -> None:
+        super().__init__(path, WORKER_ENVIRONMENT)
         self._started: ServingWorker | None = None
         self._serves = self._drained = False
         self._sigterm = _wakeup_on_sigterm()
@@ -147,16 +147,16 @@ class WorkerActor(_HostActor):
             os._exit(0)
 
     async def drain(self, timeout_s: float, finish_s: float) -> str:
-        """As cluster.worker_host.WorkerHost.drain."""
+        """As cluster.worker.process.WorkerProcess.drain."""
         self._serves, self._drained = False, True
-        return str(await self._host.drain(timeout_s, finish_s))
+        return str(await self._process.drain(timeout_s, finish_s))
 
     async def switch_role(self, role: Role, stands_in: bool, timeout_s: float, finish_s: float) -> str:
-        """As cluster.worker_host.WorkerHost.switch_role; one that serves so already need not drain for it."""
+        """As cluster.worker.process.WorkerProcess.switch_role; one that serves so already need not drain for it."""
         started, left = self._started, ""
         if not (self._serves and started is not None and started.info.role is role):
             self._serves = False
-            left = str(await self._host.switch_role(role, timeout_s, finish_s))
+            left = str(await self._process.switch_role(role, timeout_s, finish_s))
         if not left and started is not None:
             self._started = replace(started, info=replace(started.info, role=role), stands_in=stands_in)
             self._drained = False
@@ -164,12 +164,12 @@ class WorkerActor(_HostActor):
         return left
 
 
-class RouterActor(_HostActor):
+class RouterActor(_ProcessActor):
     """The process of the router."""
 
-    def __init__(self, host_path: str, log_file: Path) -> None:
+    def __init__(self, path: str, log_file: Path) -> None:
         _redirect_output(log_file)
-        super().__init__(host_path, {})
+        super().__init__(path, {})
         setup_logs("router")
 
 
@@ -195,7 +195,7 @@ _PendingCall: Final = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
 _pending: Final[list[Any]] = []  # ctypes' callbacks live as long as they are referred to
 
 
-def _import_host(path: str) -> Any:
+def _import_process(path: str) -> Any:
     """An instance of the class that "package.module:Class" names."""
     module, _, name = path.partition(":")
     return getattr(importlib.import_module(module), name)()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Final
 
-from cluster.worker_config import WorkerConfig, WorkerSettings, require_range
+from cluster.worker.config import WorkerConfig, WorkerSettings, require_range
 from core.errors import BadRequest
 from core.membership import Role
 from router.config import DispatcherConfig, RouterConfig

@@ -34,7 +34,7 @@ from cluster.fleet import (
     WorkerStarted,
 )
 from cluster.ray_runtime import Actor, ActorFailed
-from cluster.worker_config import WorkerConfig
+from cluster.worker.config import WorkerConfig
 from core.membership import Life, Role, WorkerInfo, WorkerRef
 from telemetry.logs import log_state
 

@@ -19,7 +19,7 @@ from typing import Final
 
 from aiohttp import web
 
-from cluster.actors import HostPaths, ServingWorker, WorkerActor
+from cluster.actors import ProcessPaths, ServingWorker, WorkerActor
 from cluster.burial import HostBurial
 from cluster.config import ClusterConfig, worker_config
 from cluster.controller import ActorFailures, Controller
@@ -28,7 +28,7 @@ from cluster.death_notices import DeathNotices
 from cluster.fleet import Event, Fleet, StartFailed, StartWorker, WorkerDied, WorkerStarted
 from cluster.progress import Progress
 from cluster.ray_runtime import STOP_TIMEOUT_S, Actor, RayRuntime
-from cluster.worker_config import WorkerConfig
+from cluster.worker.config import WorkerConfig
 from core.errors import BadRequest
 from core.membership import Role, WorkerRef
 
@@ -41,10 +41,10 @@ MAX_DEAD: Final = 100  # notes that stay
 class HostController:
     """Make one per run."""
 
-    def __init__(self, config: ClusterConfig, progress: Progress, hosts: HostPaths | None = None) -> None:
+    def __init__(self, config: ClusterConfig, progress: Progress, paths: ProcessPaths | None = None) -> None:
         self._config = config
         self._progress = progress
-        self._hosts = hosts or HostPaths()
+        self._paths = paths or ProcessPaths()
         self._ray = RayRuntime.joined(config.ray_address)
         self._burial = HostBurial(self._ray, config.registry_addresses)
         self._deaths = DeathNotices(config.registry_addresses)
@@ -137,7 +137,7 @@ class HostController:
         ref, config = order.ref, self._config
         resource = RESOURCES[dict(config.roles)[ref.worker_id]]  # of its place, whatever it serves as
         num_gpus = config.tensor_parallel_size if config.tensor_parallel_size > 1 else 0
-        actor = self._ray.create(WorkerActor, str(ref), self._hosts.worker, resource=resource, num_gpus=num_gpus)
+        actor = self._ray.create(WorkerActor, str(ref), self._paths.worker, resource=resource, num_gpus=num_gpus)
         return actor, self._worker_config(ref, order.role)
 
     def _worker_config(self, ref: WorkerRef, role: Role) -> WorkerConfig:

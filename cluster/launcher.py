@@ -21,7 +21,7 @@ from typing import Any, Final
 import grpc
 
 from cluster import processes
-from cluster.actors import HostPaths, RouterActor, WorkerActor
+from cluster.actors import ProcessPaths, RouterActor, WorkerActor
 from cluster.burial import bury_here
 from cluster.config import ClusterConfig, router_config, worker_config
 from cluster.controller import Controller
@@ -35,7 +35,7 @@ from cluster.router_keeper import RouterKeeper
 from cluster.spare import SpareWorker
 from cluster.status_client import fetch_status, missing
 from cluster.valkey import EmbeddedValkey
-from cluster.worker_config import WorkerConfig
+from cluster.worker.config import WorkerConfig
 from core.errors import CommandFailed, Unreachable
 from router.config import RouterConfig
 
@@ -50,12 +50,12 @@ class Launcher:
     """Make one per run, in the event loop of the main thread; ports must be resolved (cluster.preflight)."""
 
     def __init__(
-        self, config: ClusterConfig, folders: RunFolders, progress: Progress, hosts: HostPaths | None = None
+        self, config: ClusterConfig, folders: RunFolders, progress: Progress, paths: ProcessPaths | None = None
     ) -> None:
         self._config = config
         self._logs = folders.logs
         self._progress = progress
-        self._hosts = hosts or HostPaths()
+        self._paths = paths or ProcessPaths()
         self._ray = RayRuntime.private(len(config.roles) + config.num_routers, folders.ray)
         self._valkey: EmbeddedValkey | None = None
         fleet = Fleet(config.roles, SystemRandom(), stand_in=config.stand_in)
@@ -196,10 +196,10 @@ class Launcher:
         )
 
     def _create_worker(self) -> Actor:
-        return self._ray.create(WorkerActor, f"worker-{os.urandom(4).hex()}", self._hosts.worker)
+        return self._ray.create(WorkerActor, f"worker-{os.urandom(4).hex()}", self._paths.worker)
 
     def _spawn_router(self, index: int, name: str) -> tuple[Actor, RouterConfig]:
-        actor = self._ray.create(RouterActor, f"{name}-{os.urandom(4).hex()}", self._hosts.router, self._log(name))
+        actor = self._ray.create(RouterActor, f"{name}-{os.urandom(4).hex()}", self._paths.router, self._log(name))
         return actor, router_config(self._config.of_router(index))
 
     def _core_of(self, worker_id: str) -> int | None:

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Final
 
-from cluster.actors import HostPaths
+from cluster.actors import ProcessPaths
 from cluster.api_key import VARIABLE, key_headers
 from cluster.config import ClusterConfig
 from cluster.folders import RunFolders
@@ -21,7 +21,7 @@ PROMPT: Final = "The capital of France is"
 
 
 def serve(
-    config: ClusterConfig, folders: RunFolders, progress: Progress, self_check: bool, hosts: HostPaths | None = None
+    config: ClusterConfig, folders: RunFolders, progress: Progress, self_check: bool, paths: ProcessPaths | None = None
 ) -> None:
     """Serve until the first SIGINT, SIGTERM or SIGHUP; more of them change nothing.
 
@@ -34,7 +34,7 @@ def serve(
         progress.plain(await _addresses(config))
         progress.say("serving; Ctrl-C stops")
 
-    run_until_signal(lambda stop: Launcher(config, folders, progress, hosts).run(stop, after_start))
+    run_until_signal(lambda stop: Launcher(config, folders, progress, paths).run(stop, after_start))
 
 
 async def _check(config: ClusterConfig, progress: Progress) -> None:

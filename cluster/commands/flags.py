@@ -14,7 +14,7 @@ from typing import Any, Final
 from cluster.config import ClusterConfig
 from cluster.folders import DEFAULT_MODEL, default_model_folder
 from cluster.settings import load_cluster_config, read_settings_file, unknown_variables, variable
-from cluster.worker_config import DTYPES
+from cluster.worker.config import DTYPES
 from core.errors import BadRequest
 
 # A flag that is not given stays unset, so that the file's value or the default holds.

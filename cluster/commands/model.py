@@ -7,7 +7,7 @@ from pathlib import Path
 
 from cluster.folders import default_model_folder, models_folder
 from cluster.progress import Progress
-from cluster.worker_config import DTYPES
+from cluster.worker.config import DTYPES
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -1,4 +1,4 @@
-"""`tandem up` with stub hosts, as a process of its own: python stub_cluster.py PORT PORT PORT FOLDER."""
+"""`tandem up` with stub processes, as a process of its own: python stub_cluster.py PORT PORT PORT FOLDER."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import os
 import sys
 from pathlib import Path
 
-from cluster.actors import HostPaths
+from cluster.actors import ProcessPaths
 from cluster.config import ClusterConfig
 from cluster.folders import run_folders
 from cluster.progress import Progress
 from cluster.serving import serve
 from cluster.supervisor import supervise
 
-HOSTS = HostPaths(worker="stub_hosts:StubWorkerHost", router="stub_hosts:StubRouterHost")
+STUBS = ProcessPaths(worker="stub_processes:StubWorkerProcess", router="stub_processes:StubRouterProcess")
 
 
 def main() -> int:
@@ -29,7 +29,7 @@ def main() -> int:
     with run_folders() as folders:
 
         def work() -> int:
-            serve(config, folders, Progress(), True, HOSTS)
+            serve(config, folders, Progress(), True, STUBS)
             return 0
 
         return supervise(work)

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from cluster.addresses import listening_address
 from cluster.config import ClusterConfig, router_config, worker_config
 from cluster.settings import OTHER_VARIABLES, load_cluster_config
-from cluster.worker_config import WorkerConfig
+from cluster.worker.addresses import listening_address
+from cluster.worker.config import WorkerConfig
 from core.errors import BadRequest
 from core.membership import Role
 from engine.cache_folder import cache_folder

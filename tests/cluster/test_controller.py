@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from listening import is_loopback, listening_addresses
-from stub_hosts import STUCK_S
+from stub_processes import STUCK_S
 
 from cluster import processes
 from cluster.actors import WorkerActor
@@ -31,10 +31,10 @@ from cluster.fleet import (
     WorkerStarted,
 )
 from cluster.ray_runtime import Actor, ActorFailed, RayRuntime
-from cluster.worker_config import WorkerConfig
+from cluster.worker.config import WorkerConfig
 from core.membership import Role, WorkerRef
 
-STUB = "stub_hosts:StubWorkerHost"
+STUB = "stub_processes:StubWorkerProcess"
 TIMEOUT_S = 30.0
 
 
@@ -161,7 +161,7 @@ async def test_a_worker_that_cannot_start_says_why_and_logs_where(make_cluster: 
     cluster = make_cluster(model_folder=tmp_path / "broken", aggregated=True)
     failure = await cluster.next_of(StartFailed)
     assert failure.reason == "BadRequest: model_folder: has no weights"
-    assert "stub_hosts.py" in (cluster.logs / "decode-0.log").read_text()
+    assert "stub_processes.py" in (cluster.logs / "decode-0.log").read_text()
 
 
 async def test_stop_ends_every_worker_process(make_cluster: Any) -> None:

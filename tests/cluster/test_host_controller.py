@@ -17,11 +17,11 @@ from typing import Any
 import aiohttp
 import grpc
 import pytest
-from stub_hosts import StubRouterService
+from stub_processes import StubRouterService
 from tandem.v1 import worker_pb2, worker_pb2_grpc
 
 from cluster import host_controller
-from cluster.actors import HostPaths, ServingWorker
+from cluster.actors import ProcessPaths, ServingWorker
 from cluster.config import ClusterConfig
 from cluster.host_controller import HostController
 from cluster.progress import Progress
@@ -30,7 +30,7 @@ from core.errors import BadRequest
 from core.membership import Role, WorkerRef
 from tests.worker_info import worker_info
 
-STUBS = HostPaths(worker="stub_hosts:StubWorkerHost")
+STUBS = ProcessPaths(worker="stub_processes:StubWorkerProcess")
 TIMEOUT_S = 60.0
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 import pytest
 from aiohttp import web
-from stub_hosts import BLOCK_BYTES, BLOCKS_MOVED, StubRouterService, completions_app
+from stub_processes import BLOCK_BYTES, BLOCKS_MOVED, StubRouterService, completions_app
 from tandem.v1 import worker_pb2, worker_pb2_grpc
 
 from cluster import self_check

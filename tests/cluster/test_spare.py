@@ -12,7 +12,7 @@ from cluster.actors import WorkerActor
 from cluster.ray_runtime import Actor, RayRuntime
 from cluster.spare import SpareWorker
 
-STUB = "stub_hosts:StubWorkerHost"
+STUB = "stub_processes:StubWorkerProcess"
 TIMEOUT_S = 30.0
 NUMBERS = count()
 

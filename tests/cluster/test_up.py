@@ -1,4 +1,4 @@
-"""`tandem up` from start to end, with stub hosts: what it prints, and what it leaves behind."""
+"""`tandem up` from start to end, with stub processes: what it prints, and what it leaves behind."""
 
 from __future__ import annotations
 

@@ -12,8 +12,8 @@ from typing import Any, Final
 import pytest
 import yaml
 
-from cluster.announcing import EXIT_REFUSED
 from cluster.main import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, _parser
+from cluster.worker.announcing import EXIT_REFUSED
 from core.errors import RejectReason
 from core.messages import RefuseReason
 from router.policy.choose import PlanReason

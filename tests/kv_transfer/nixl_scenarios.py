@@ -143,7 +143,7 @@ class Sender:
         assert link.lane == EXPECTED_LANE, link
 
     async def connect_again(self, target: Target) -> None:
-        """As cluster/peers.py: until it works."""
+        """As cluster/worker/peers.py: until it works."""
         while True:
             try:
                 return await self.connect(target)

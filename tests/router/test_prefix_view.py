@@ -8,8 +8,8 @@ from collections import deque
 
 import pytest
 
-from cluster import cache_feed
-from cluster.cache_feed import CacheFeed, packed
+from cluster.worker import cache_feed
+from cluster.worker.cache_feed import CacheFeed, packed
 from core.blocks import CacheTier
 from core.identity import BlockHash, pack_keys, unpack_keys
 from core.messages import CacheEvents

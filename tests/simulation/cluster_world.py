@@ -2,7 +2,7 @@
 fault they have.
 
 The quiet code is the real one: Dispatcher, ClusterView, RouterStreams, both role sessions, HandoffSessions, Scheduler
-and BlockPool. What stands around it here stands in for router/live.py, cluster/worker_host.py, kv_transfer/driver.py
+and BlockPool. What stands around it here stands in for router/live.py, cluster/worker/process.py, kv_transfer/driver.py
 and cluster/controller.py. KV is real too, in small: a slot holds a digest of the salt and of every token up to it, and
 the next token is a digest of all slots, so whoever reads a stale, foreign or misplaced block draws differently.
 

@@ -1,8 +1,8 @@
 """A worker process of the real soak (tests/simulation/real_soak.py): real sessions, scheduler, driver, NIXL; no model.
 
-What stands around them here stands in for cluster/worker_host.py. The KV is the token memory of the cluster world, kept
-in the pool that NIXL writes to: each slot is one number, many times over, so a torn write shows. A free block is sealed
-by a checksum: that somebody wrote to it is found when it is taken, hit, or looked at after a schedule.
+What stands around them here stands in for cluster/worker/process.py. The KV is the token memory of the cluster world,
+kept in the pool that NIXL writes to: each slot is one number, many times over, so a torn write shows. A free block is
+sealed by a checksum: that somebody wrote to it is found when it is taken, hit, or looked at after a schedule.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from cluster.router_streams import RouterStreams
+from cluster.worker.router_streams import RouterStreams
 from core.errors import PeerRefused, WorkerLost
 from core.handoff import BlocksPushed, HandoffNotice, Landed, Quiet, StopPushing
 from core.identity import BlockHash, CacheIdentity

@@ -17,8 +17,8 @@ import pytest
 
 import engine.sequence_maker
 import router.dispatcher
-from cluster.router_streams import RouterStream, RouterStreams
-from cluster.worker_role import WorkerRole
+from cluster.worker.role import WorkerRole
+from cluster.worker.router_streams import RouterStream, RouterStreams
 from core.blocks import CacheTier
 from core.identity import Adapter, namespace
 from core.membership import Life, Role

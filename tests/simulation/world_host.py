@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from cluster.router_streams import RouterStreams
-from cluster.worker_role import WorkerRole
+from cluster.worker.role import WorkerRole
+from cluster.worker.router_streams import RouterStreams
 from core.handoff import BlocksPushed, HandoffNotice
 from core.identity import BlockHash
 from core.membership import GivenWork, Role, WorkerRef
@@ -63,7 +63,7 @@ class WorkForNobody(Exception):
 
 
 class Host:
-    """One incarnation of a worker: stands in for cluster/worker_host.py, the role services and the driver."""
+    """One incarnation of a worker: stands in for cluster/worker/process.py, the role services and the driver."""
 
     def __init__(self, world: World, ref: WorkerRef, role: Role) -> None:
         self.world = world

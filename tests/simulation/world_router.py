@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from cluster.router_streams import RouterStream
+from cluster.worker.router_streams import RouterStream
 from core.blocks import CacheTier
 from core.errors import BadRequest, Rejected
 from core.identity import pack_keys, unpack_keys

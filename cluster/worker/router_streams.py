@@ -11,7 +11,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterable
 from typing import Final
 
-from cluster.cache_feed import NO_NEWS, CacheFeed, packed
+from cluster.worker.cache_feed import NO_NEWS, CacheFeed, packed
 from core.membership import NOTHING_GIVEN, GivenWork, WorkerLoad
 from core.messages import Answer, Refused, ReserveBlocks, Reserved, StartGeneration, StartPrefill, StepOutput, Turn
 from core.request import TokenDelta

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from cluster.kv_memory import memory_of
+from cluster.worker.kv_memory import memory_of
 from kv_transfer.pool import MemoryPool
 
 

@@ -82,7 +82,7 @@ class WorkerSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerConfig(WorkerSettings):
-    """One life of one worker, as its host process gets it."""
+    """One life of one worker, as its process is told."""
 
     worker_id: str
     """Stable name of the place: "decode-0"."""

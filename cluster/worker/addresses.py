@@ -7,7 +7,7 @@ import socket
 import struct
 from typing import Final
 
-from cluster.worker_config import OWN_ADDRESS, WorkerConfig
+from cluster.worker.config import OWN_ADDRESS, WorkerConfig
 from core.errors import BadRequest
 
 SIOCGIFADDR: Final = 0x8915  # linux/sockios.h

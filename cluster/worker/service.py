@@ -13,7 +13,7 @@ from google.protobuf.message import DecodeError
 from tandem.v1 import worker_pb2 as pb
 from tandem.v1 import worker_pb2_grpc as pb_grpc
 
-from cluster.router_streams import RouterStream, RouterStreams
+from cluster.worker.router_streams import RouterStream, RouterStreams
 from core.errors import BadRequest, PeerRefused
 from core.membership import WorkerRef
 from core.messages import Command

@@ -6,8 +6,8 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from cluster.worker_config import WorkerConfig
-from cluster.worker_tiers import Tiers, build_tiers
+from cluster.worker.config import WorkerConfig
+from cluster.worker.tiers import Tiers, build_tiers
 from core.errors import RankLost
 from core.identity import SCHEMA_REVISION, Adapter, CacheIdentity
 from core.request import GenerateRequest

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cluster.worker_role import WorkerRole
+from cluster.worker.role import WorkerRole
 from core.membership import Role, WorkerLoad
 from core.messages import Answer, Draining, Serving
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from cluster.worker_state import read_state
+from cluster.worker.state import read_state
 from core.messages import WorkerLoad
 from engine.block_pool import BlockPool
 from kv_transfer.prefix_index import IndexStats

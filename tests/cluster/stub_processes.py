@@ -1,4 +1,4 @@
-"""Hosts without weights or KV: what runs inside the actors when only their life is tested."""
+"""Workers and routers without weights or KV: what runs inside the actors when only their life is tested."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import grpc
 from aiohttp import web
 from tandem.v1 import worker_pb2, worker_pb2_grpc
 
-from cluster.worker_config import WorkerConfig
+from cluster.worker.config import WorkerConfig
 from core.errors import BadRequest
 from core.membership import Role, WorkerInfo, WorkerRef
 from router.config import RouterConfig
@@ -22,7 +22,7 @@ ANNOUNCE_EVERY_S = 0.05
 STUCK_S = 60.0
 
 
-class StubWorkerHost:
+class StubWorkerProcess:
     """Listens on a free port and, when told of a router, announces itself to it."""
 
     async def start(self, config: WorkerConfig) -> WorkerInfo:
@@ -67,7 +67,7 @@ async def _announce(config: WorkerConfig, address: str, router: str) -> None:
             await asyncio.sleep(ANNOUNCE_EVERY_S)
 
 
-class StubRouterHost:
+class StubRouterProcess:
     """Remembers who announced itself, and answers every prompt with the same tokens."""
 
     async def start(self, config: RouterConfig) -> None:

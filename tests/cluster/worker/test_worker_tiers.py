@@ -10,8 +10,8 @@ import pytest
 
 from cluster.config import ClusterConfig
 from cluster.preflight import require_disk_cache
-from cluster.worker_config import WorkerConfig
-from cluster.worker_engine import build_engine
+from cluster.worker.config import WorkerConfig
+from cluster.worker.engine import build_engine
 from core.blocks import CacheTier
 from core.errors import BadRequest
 from core.membership import Role

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from cluster import cache_feed, router_streams
-from cluster.router_streams import RouterStream, RouterStreams
+from cluster.worker import cache_feed, router_streams
+from cluster.worker.router_streams import RouterStream, RouterStreams
 from core.identity import BlockHash, pack_keys
 from core.membership import WorkerLoad
 from core.messages import CacheEvents, StepOutput

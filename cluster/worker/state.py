@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from cluster.worker_engine import Engine
-from cluster.worker_transfer import Transfer
+from cluster.worker.engine import Engine
+from cluster.worker.transfer import Transfer
 from kv_transfer.prefix_index import PrefixIndex
 from telemetry.energy import GpuEnergy
 from telemetry.worker_metrics import WorkerState

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster.worker_config import WorkerConfig
+from cluster.worker.config import WorkerConfig
 from core.errors import BadRequest
 from engine.cache_tiers import CacheTiers
 from engine.disk_slots import DiskSlots

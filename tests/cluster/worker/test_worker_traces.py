@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from cluster.worker_traces import WorkerTraces
+from cluster.worker.traces import WorkerTraces
 from core.handoff import HandoffTicket
 from core.membership import WorkerRef
 from core.messages import Refused, RefuseReason, ReserveBlocks, Reserved, StartGeneration, StartPrefill

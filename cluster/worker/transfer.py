@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from cluster.addresses import listening_address
-from cluster.kv_memory import TensorMemory, memory_of
-from cluster.worker_config import WorkerConfig
-from cluster.worker_engine import Engine
+from cluster.worker.addresses import listening_address
+from cluster.worker.config import WorkerConfig
+from cluster.worker.engine import Engine
+from cluster.worker.kv_memory import TensorMemory, memory_of
 from core.membership import WorkerRef
 from kv_transfer.checksum import BlockChecksums
 from kv_transfer.credit import PushCredit

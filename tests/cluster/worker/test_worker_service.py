@@ -13,8 +13,8 @@ import pytest
 from tandem.v1 import worker_pb2 as pb
 from tandem.v1 import worker_pb2_grpc as pb_grpc
 
-from cluster.router_streams import RouterStream, RouterStreams
-from cluster.worker_service import WorkerServicer
+from cluster.worker.router_streams import RouterStream, RouterStreams
+from cluster.worker.service import WorkerServicer
 from core.handoff import HandoffTicket
 from core.membership import GivenWork, WorkerLoad, WorkerRef
 from core.messages import CancelRequest, Command, ReserveBlocks, StartGeneration, StartPrefill, Turn
@@ -165,7 +165,7 @@ def test_each_router_is_told_once_what_began_at_the_others() -> None:
 
 async def test_a_router_that_says_nothing_for_long_has_nothing_here_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that is frozen keeps its stream open: the kernel answers for it."""
-    monkeypatch.setattr("cluster.worker_service.ROUTER_SILENCE_S", 2.0)  # longer than a busy machine stands still
+    monkeypatch.setattr("cluster.worker.service.ROUTER_SILENCE_S", 2.0)  # longer than a busy machine stands still
     worker = Worker()
     async with connected(worker) as silent, connected(worker, "router-1") as living:
         for stream, name in ((silent, "a"), (living, "b")):

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from cluster import worker_engine
 from cluster.config import ClusterConfig, worker_config
-from cluster.worker_engine import build_engine
+from cluster.worker import engine
+from cluster.worker.engine import build_engine
 from core.errors import BadModel
 from core.membership import Role
 from engine.load_runner import load_runner
@@ -46,6 +46,6 @@ def test_an_adapter_that_changes_between_its_digest_and_its_weights_ends_the_sta
         write_adapter(good, folder, seed=1)
         return load_runner(*settings, **more)
 
-    monkeypatch.setattr(worker_engine, "load_runner", load_another)
+    monkeypatch.setattr(engine, "load_runner", load_another)
     with pytest.raises(BadModel, match=f"{good}: changed while it was loaded"):
         build_engine(config)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.affinity import require_interfaces, run_on_numa_node
+from cluster.worker.affinity import require_interfaces, run_on_numa_node
 from core.errors import BadRequest
 
 
