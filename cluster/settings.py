@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import yaml
 
+from cluster.byte_size import read_byte_size
 from cluster.config import ClusterConfig
 from core.errors import BadRequest
 from router.once_loader import OnceLoader
@@ -44,6 +45,8 @@ def load_cluster_config(file: Path | None, overrides: Mapping[str, Any], default
         if name not in hints:
             meant = nearest(name, hints)
             raise BadRequest(name, f"is not a setting; {meant} is one" if meant else f"is none of {', '.join(hints)}")
+        if isinstance(value, str) and "bytes" in name.split("_"):
+            value = read_byte_size(name, value)
         values[name] = _typed(name, value, hints[name])
     config = ClusterConfig(**values)
     return replace(

@@ -30,8 +30,10 @@ class Metadata:
         self.name = source.name
         try:
             self.reader = gguf.GGUFReader(source)
-        except (OSError, ValueError, IndexError) as error:
-            raise BadModel(f"{source}: cannot be read as GGUF: {error}") from error
+        except OSError as error:
+            raise BadModel(f"{source}: cannot be read: {error}") from error
+        except (ValueError, IndexError) as error:  # the library's and numpy's own words
+            raise BadModel(f"{source}: cannot be read as GGUF: damaged, or not all of it is here ({error})") from error
         self.architecture = self.need("general.architecture")
         if self.architecture not in HUGGING_FACE_ARCHITECTURES:
             supported = ", ".join(HUGGING_FACE_ARCHITECTURES)
@@ -43,9 +45,12 @@ class Metadata:
         return FAMILIES[self.hugging_face_architecture]
 
     def get(self, field: str, default: Any = None) -> Any:
-        """The field's value, or `default`."""
+        """The field's value, or `default`. Raises: BadModel: it is damaged."""
         found = self.reader.get_field(field)
-        return default if found is None else found.contents()
+        try:
+            return default if found is None else found.contents()
+        except ValueError as error:
+            raise BadModel(f"{self.name}: metadata field {field} is damaged: {error}") from error
 
     def need(self, field: str) -> Any:
         """The field's value. Raises: BadModel: it is missing."""

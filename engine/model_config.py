@@ -23,7 +23,7 @@ ONLY_SUPPORTED: Final[dict[str, tuple[object, ...]]] = {
     "mlp_bias": (False, None),
     "quantization_config": (None, BLOCKS_CONFIG),
 }
-LAYER_TYPES: Final = {"full_attention", "sliding_attention"}
+LAYER_TYPES: Final = ("full_attention", "sliding_attention")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,11 @@ class ModelConfig:
     @staticmethod
     def load(folder: Path) -> ModelConfig:
         """Parse config.json. Raises: BadModel: unreadable, a field is missing, or asks for what we do not compute."""
-        return ModelConfig.parse(read_json_object(folder / "config.json"))
+        fields = read_json_object(folder / "config.json")
+        try:
+            return ModelConfig.parse(fields)
+        except BadModel as error:
+            raise BadModel(f"{folder}/{error}") from None
 
     @staticmethod
     def parse(fields: Mapping[str, Any]) -> ModelConfig:
@@ -71,7 +75,7 @@ class ModelConfig:
             num_heads=num_heads,
             num_kv_heads=_positive(fields, "num_key_value_heads", default=num_heads),
             head_dim=_positive(fields, "head_dim", default=_positive(fields, "hidden_size") // num_heads),
-            rms_norm_eps=float(_field(fields, "rms_norm_eps")),
+            rms_norm_eps=_epsilon(fields, "rms_norm_eps"),
             rope_theta=rope_theta,
             max_context_tokens=max_context_tokens,
             tied_embeddings=bool(fields.get("tie_word_embeddings", False)),
@@ -95,7 +99,7 @@ class ModelConfig:
 
 def _family(fields: Mapping[str, Any]) -> Family:
     names = fields.get("architectures")
-    if not isinstance(names, list) or len(names) != 1 or names[0] not in FAMILIES:
+    if not isinstance(names, list) or len(names) != 1 or names[0] not in tuple(FAMILIES):
         raise BadModel(f"config.json: architectures: need one of {', '.join(FAMILIES)}, got {names}")
     return FAMILIES[names[0]]
 
@@ -109,10 +113,12 @@ def _require_supported(supported: Mapping[str, tuple[object, ...]], fields: Mapp
 def _require_full_attention(fields: Mapping[str, Any], max_context_tokens: int) -> None:
     """Raise BadModel where a layer would not see the whole context. A window as long as the context hides nothing."""
     layer_types = fields.get("layer_types") or []
-    if not set(layer_types) <= LAYER_TYPES:
+    if not isinstance(layer_types, list) or not all(kind in LAYER_TYPES for kind in layer_types):
         raise BadModel(f"config.json: layer_types: only full_attention is supported, got {layer_types}")
-    window = fields.get("sliding_window")
-    if fields.get("use_sliding_window") is False or window is None or window >= max_context_tokens:
+    if fields.get("use_sliding_window") is False or fields.get("sliding_window") is None:
+        return
+    window = _positive(fields, "sliding_window")
+    if window >= max_context_tokens:
         return
     raise BadModel(
         f"config.json: sliding_window: attention over the last {window} of {max_context_tokens} tokens is not supported"
@@ -122,12 +128,13 @@ def _require_full_attention(fields: Mapping[str, Any], max_context_tokens: int) 
 def _positive(fields: Mapping[str, Any], name: str, default: int | None = None) -> int:
     value = fields.get(name)
     value = default if value is None else value
-    if not isinstance(value, int) or value < 1:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise BadModel(f"config.json: {name}: need a positive integer, got {value!r}")
     return value
 
 
-def _field(fields: Mapping[str, Any], name: str) -> Any:
-    if name not in fields:
-        raise BadModel(f"config.json: {name}: missing")
-    return fields[name]
+def _epsilon(fields: Mapping[str, Any], name: str) -> float:
+    value = fields.get(name)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 <= value < 1.0:
+        raise BadModel(f"config.json: {name}: need a number in [0, 1), got {value!r}")
+    return float(value)

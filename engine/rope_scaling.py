@@ -6,6 +6,7 @@ Each kind is read from config.json once, checked, with transformers' defaults fi
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -130,7 +131,7 @@ class _RopeFields:
         """A number above 0. Raises: BadModel: it is something else, or missing without a default."""
         value = self._fields.get(field)
         value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 < value < math.inf:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 < value <= sys.float_info.max:
             raise BadModel(f"config.json: {self.name}.{field}: need a number above 0, got {value!r}")
         return float(value)
 

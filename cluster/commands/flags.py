@@ -126,8 +126,9 @@ def add_workers(parser: argparse.ArgumentParser) -> None:
     add_flag(parser, "dtype", "of KV and of what is multiplied", choices=DTYPES)
     add_flag(parser, "num_blocks", "KV blocks of each worker", type=int, metavar="N")
     add_flag(parser, "block_size", "tokens of a block", type=int, metavar="N")
-    add_flag(parser, "host_cache_bytes", "host memory of each worker for cached KV", type=int, metavar="N")
-    add_flag(parser, "disk_cache_bytes", "disk of each worker behind that", type=int, metavar="N")
+    add_flag(parser, "host_cache_bytes", "host memory of each worker for cached KV: 8GiB", metavar="SIZE")
+    text = "disk of each worker behind that, of which at most half of --host-cache-bytes is read back at a time: 100GB"
+    add_flag(parser, "disk_cache_bytes", text, metavar="SIZE")
     add_flag(parser, "disk_cache_folder", "where that is", type=Path, metavar="DIR")
     add_flag(parser, "token_budget", "most tokens of one engine step", type=int, metavar="N")
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 from cluster.folders import default_model_folder, models_folder
+from cluster.preflight import require_gguf, require_model
 from cluster.progress import Progress
 from cluster.worker.config import DTYPES
+from core.errors import BadModel, BadRequest
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -28,7 +31,11 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     export.add_argument("to", type=Path, metavar="DIR", help="the folder to make; must not exist")
     export.add_argument(
-        "--model", type=Path, metavar="DIR|FILE.gguf", help="a model folder or GGUF file (default: the default model)"
+        "--model",
+        dest="model_folder",
+        type=Path,
+        metavar="DIR|FILE.gguf",
+        help="a model folder or GGUF file (default: the default model)",
     )
     export.add_argument("--dtype", default="float32", choices=DTYPES, help="of the floats (default: %(default)s)")
     export.set_defaults(run=run_export)
@@ -45,7 +52,8 @@ def run_export(arguments: argparse.Namespace) -> int:
     from engine.export import export_floats
 
     progress = Progress()
-    source = ready_folder(arguments.model or default_model_folder(), progress)
+    source = ready_folder(arguments.model_folder or default_model_folder(), progress)
+    require_model(source)
     print(export_floats(source, arguments.to, arguments.dtype, lambda text: progress.say(f"  {text}")))
     return 0
 
@@ -64,12 +72,16 @@ def fetch_default_model(target: Path, progress: Progress) -> Path:
 def ready_folder(model: Path, progress: Progress) -> Path:
     """The folder to serve: a GGUF's is made once, below TANDEM_CACHE, and so is the default one; others stay as named.
 
-    Raises: BadModel: the GGUF cannot be served, by the field or tensor that forbids it.
+    Raises: BadRequest: it is a file and no GGUF, or one that cannot be served, by the field or tensor that forbids it.
     """
     if model == default_model_folder():
         return fetch_default_model(model, progress)
-    if not model.is_file():
+    if not os.path.isfile(model):  # what cannot be looked at is refused by `require_model`
         return model
+    require_gguf(model)
     from engine.gguf_import import folder_for
 
-    return folder_for(model, models_folder(), lambda text: progress.say(f"  {text}"))
+    try:
+        return folder_for(model, models_folder(), lambda text: progress.say(f"  {text}"))
+    except BadModel as error:
+        raise BadRequest("model_folder", str(error)) from error

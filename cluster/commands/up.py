@@ -10,7 +10,14 @@ from cluster.commands import flags
 from cluster.commands.model import ready_folder
 from cluster.config import ClusterConfig
 from cluster.folders import RunFolders, run_folders
-from cluster.preflight import require_adapters, require_disk_cache, require_model, require_policy, resolve_ports
+from cluster.preflight import (
+    require_adapters,
+    require_cache_room,
+    require_fit,
+    require_model,
+    require_policy,
+    resolve_ports,
+)
 from cluster.progress import Progress
 from cluster.supervisor import supervise
 
@@ -49,11 +56,11 @@ def run(arguments: argparse.Namespace) -> int:
     """Check what can be checked, then start; returns when all is down again."""
     progress = Progress()
     config = resolve_ports(flags.read_settings(arguments))
-    config = replace(config, model_folder=ready_folder(config.model_folder, progress))
-    require_model(config.model_folder)
     require_adapters(config.adapters)
     require_policy(config.policy_file)
-    require_disk_cache(config)
+    require_cache_room(config)
+    config = replace(config, model_folder=ready_folder(config.model_folder, progress))
+    require_fit(config, require_model(config.model_folder))
     with run_folders() as folders:
         progress.say(f"logs: {folders.logs}")
         # Ray puts the working folder first on its actors' import path: a `core` that lies there must not win.

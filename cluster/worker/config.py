@@ -14,7 +14,7 @@ from kv_transfer.effects import LoadFailurePolicy
 from kv_transfer.faults import TransportFaults
 from kv_transfer.redis_url import RedisUrl
 
-DTYPES: Final = ("float32", "bfloat16")
+DTYPES: Final = {"float32": 4, "bfloat16": 2}  # bytes of a number
 OWN_ADDRESS: Final = "auto"
 MAX_CACHE_BYTES: Final = 1 << 46
 
@@ -36,7 +36,8 @@ class WorkerSettings:
     host_cache_bytes: int = 0
     """Host memory in which each worker keeps cached blocks that its KV pool has no room for; 0: none."""
     disk_cache_bytes: int = 0
-    """Room on a disk for those that this has no room for, of each worker; needs `host_cache_bytes`. 0: none."""
+    """Room of each worker on a disk for those that this has no room for; needs `host_cache_bytes`, at most half of
+    which is read back from it at a time. 0: none."""
     disk_cache_folder: Path | None = None
     """Folder, the same on each host, where each worker makes a file for them; it has no name and ends with it."""
     tensor_parallel_size: int = 1
@@ -160,3 +161,11 @@ def require_range(name: str, value: float, low: float, high: float) -> None:
     """Raises: BadRequest: `value` is not from low to high."""
     if not low <= value <= high:
         raise BadRequest(name, f"must be in [{low}, {high}], got {value}")
+
+
+def num_slots(name: str, num_bytes: int, block_bytes: int) -> int:
+    """Blocks for which a cache tier of `num_bytes` has room. Raises: BadRequest: on `name`: for none, though it is not
+    0."""
+    if 0 < num_bytes < block_bytes:
+        raise BadRequest(name, f"must be 0 or hold at least one block of {block_bytes} bytes, got {num_bytes}")
+    return num_bytes // block_bytes

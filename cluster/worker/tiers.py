@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster.worker.config import WorkerConfig
+from cluster.worker.config import WorkerConfig, num_slots
 from core.errors import BadRequest
 from engine.cache_tiers import CacheTiers
 from engine.disk_slots import DiskSlots
@@ -33,8 +33,8 @@ class Tiers:
 def build_tiers(config: WorkerConfig, runner: ModelRunner) -> Tiers | None:
     """None where there are to be none. Raises: BadRequest: naming the setting, where its bytes hold no block, or the
     host or the folder has no room for them."""
-    num_host_slots = _slots("host_cache_bytes", config.host_cache_bytes, runner.geometry.block_bytes)
-    num_disk_slots = _slots("disk_cache_bytes", config.disk_cache_bytes, runner.geometry.block_bytes)
+    num_host_slots = num_slots("host_cache_bytes", config.host_cache_bytes, runner.geometry.block_bytes)
+    num_disk_slots = num_slots("disk_cache_bytes", config.disk_cache_bytes, runner.geometry.block_bytes)
     if not num_host_slots:
         return None
     try:
@@ -44,12 +44,6 @@ def build_tiers(config: WorkerConfig, runner: ModelRunner) -> Tiers | None:
     folder = config.disk_cache_folder
     disk = None if folder is None else _open_disk(folder, config.disk_cache_bytes, num_disk_slots, host.slot_bytes)
     return Tiers(CacheTiers(host, num_host_slots, num_disk_slots), host, disk)
-
-
-def _slots(name: str, num_bytes: int, block_bytes: int) -> int:
-    if 0 < num_bytes < block_bytes:
-        raise BadRequest(name, f"must be 0 or hold at least one block of {block_bytes} bytes, got {num_bytes}")
-    return num_bytes // block_bytes
 
 
 def _open_disk(folder: Path, num_bytes: int, num_slots: int, slot_bytes: int) -> DiskSlots:

@@ -311,24 +311,7 @@ def test_up_imports_a_gguf_once_and_serves_its_folder(
     monkeypatch.setattr(up, "supervise", lambda serve: serve())
     monkeypatch.setattr(up, "_serve", lambda config, *_: served.append(config) or 0)
     source = _tiny_gguf(tmp_path / "tiny.gguf")
-    assert (
-        main(
-            [
-                "up",
-                "--http-port",
-                "0",
-                "--grpc-port",
-                "0",
-                "--controller-port",
-                "0",
-                "--registry-port",
-                "0",
-                "--model",
-                str(source),
-            ]
-        )
-        == 0
-    )
+    assert main(["up", *ANY_PORTS, "--model", str(source)]) == 0
     assert "reading tiny.gguf" in capsys.readouterr().out
     (config,) = served
     assert config.served_model_name == "tiny"
@@ -342,7 +325,13 @@ def test_a_file_that_is_no_gguf_fails_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("TANDEM_CACHE", str(tmp_path / "cache"))
-    (tmp_path / "model.gguf").write_bytes(b"not a model")
-    arguments = ["--registry-port", "0", "--model", str(tmp_path / "model.gguf")]
-    assert main(["up", "--http-port", "0", "--grpc-port", "0", "--controller-port", "0", *arguments]) == 1
-    assert "model.gguf: cannot be read as GGUF" in capsys.readouterr().err
+    source = _tiny_gguf(tmp_path / "tiny.gguf")
+    for size, said in (
+        (100, f"{source}: cannot be read as GGUF: damaged, or not all"),
+        (3, f"{source} is a file, but"),
+    ):
+        source.write_bytes(source.read_bytes()[:size])
+        assert main(["up", *ANY_PORTS, "--model", str(source)]) == 2
+        assert f"tandem: --model: {said}" in capsys.readouterr().err
+    assert main(["model", "export", str(tmp_path / "out"), "--model", str(source)]) == 2
+    assert f"tandem: --model: {said}" in capsys.readouterr().err

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import re
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from cluster.commands import flags
 from cluster.config import ClusterConfig, router_config, worker_config
 from cluster.settings import OTHER_VARIABLES, load_cluster_config
 from cluster.worker.addresses import listening_address
@@ -38,6 +41,50 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> N
     config = load_cluster_config(file, {"num_blocks": 128}, MODEL)
     assert (config.num_decode, config.num_blocks, config.lease_s) == (3, 128, 4.0)
     assert config.model_folder == Path("/models/other")
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [
+        ("8589934592", 1 << 33),
+        ("8GiB", 1 << 33),
+        ("8 gib", 1 << 33),
+        ("8GB", 8 * 10**9),
+        ("512MiB", 1 << 29),
+        ("1.5 KiB", 1536),
+        ("1024B", 1024),
+        ("64TiB", 1 << 46),
+    ],
+)
+def test_bytes_may_have_a_unit_wherever_they_are_set(
+    text: str, num_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parser = argparse.ArgumentParser(argument_default=flags.UNSET)
+    flags.add_config(parser)
+    flags.add_workers(parser)
+    assert flags.read_settings(parser.parse_args(["--host-cache-bytes", text])).host_cache_bytes == num_bytes
+    file = tmp_path / "cluster.yaml"
+    file.write_text(f"host_cache_bytes: {text}\n")
+    assert load_cluster_config(file, {}, MODEL).host_cache_bytes == num_bytes
+    monkeypatch.setenv("TANDEM_HOST_CACHE_BYTES", text)
+    assert load_cluster_config(None, {}, MODEL).host_cache_bytes == num_bytes
+
+
+def test_the_fields_that_are_read_as_sizes_are_those_in_bytes() -> None:
+    sizes = {"host_cache_bytes": "1MiB", "disk_cache_bytes": "2MiB", "kv_bytes_in_flight": "3MiB"}
+    config = load_cluster_config(None, {**sizes, "disk_cache_folder": "/cache"}, MODEL)
+    assert [getattr(config, name) >> 20 for name in sizes] == [1, 2, 3]
+    assert {item.name for item in fields(ClusterConfig) if "bytes" in item.name} == sizes.keys()
+
+
+@pytest.mark.parametrize(
+    "text", ["8G", "8Gib/s", "GiB", "1.5", "1,5GB", "-1GiB", "1e9", "8 8GB", "0x10", "\u0663GB", ""]
+)
+def test_a_size_that_is_none_is_refused_with_what_is_taken(text: str) -> None:
+    with pytest.raises(BadRequest) as caught:
+        load_cluster_config(None, {"host_cache_bytes": text}, MODEL)
+    assert caught.value.field == "host_cache_bytes"
+    assert all(unit in caught.value.message for unit in ("KB, MB, GB, TB", "KiB, MiB, GiB, TiB", "such as 8GiB"))
 
 
 @pytest.mark.parametrize(

@@ -3,16 +3,31 @@
 from __future__ import annotations
 
 import argparse
+import re
+import shutil
 import socket
 from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from cluster.commands import flags
 from cluster.config import ClusterConfig
-from cluster.preflight import require_adapters, resolve_ports, resolve_router_ports
+from cluster.free_ports import can_listen, free_ports
+from cluster.preflight import (
+    require_adapters,
+    require_cache_room,
+    require_fit,
+    require_gguf,
+    require_model,
+    resolve_ports,
+    resolve_router_ports,
+)
+from cluster.worker.config import DTYPES
 from core.errors import BadRequest
+from engine.model_config import ModelConfig
 from tests.engine.random_adapters import write_adapter
 from tests.engine.tiny_model import write_tiny_model
 
@@ -34,9 +49,84 @@ def test_a_command_asks_for_the_ports_that_it_listens_on(
             with pytest.raises(BadRequest) as error:
                 resolve(config)
             assert error.value.field == taken
-            assert error.value.message.endswith(f"choose another one with {flags.flag_of(taken)}")
+            said = f"port {ports[taken]} on 127.0.0.1 ({flags.flag_of(taken)}) is in use"
+            assert error.value.message == f"{said}: choose another one; 0 takes any free one"
         else:
             assert getattr(resolve(config), taken) == ports[taken]
+
+
+def test_all_ports_that_are_taken_are_named_at_once() -> None:
+    """As for a second `tandem up`; those of the routers behind the first are its flags' too."""
+    ports = [port for port in free_ports(20) if can_listen("127.0.0.1", port - 10)]
+    taken, free = dict(zip(NAMES, ports, strict=False)), dict(zip(NAMES, ports[4:], strict=False))
+    with ExitStack() as stack:
+        for port in taken.values():
+            stack.enter_context(socket.create_server(("127.0.0.1", port)))
+        with pytest.raises(BadRequest) as error:
+            resolve_ports(ClusterConfig(Path("model"), **taken))
+        for name, port in taken.items():
+            assert f"port {port} on 127.0.0.1 ({flags.flag_of(name)}) is in use" in error.value.message
+        before = free | {"http_port": taken["http_port"] - 10}
+        resolve_ports(ClusterConfig(Path("model"), **before))
+        said = f"http_port: port {taken['http_port']} on 127.0.0.1 (--http-port) is in use: "
+        with pytest.raises(BadRequest, match=re.escape(said)):
+            resolve_ports(ClusterConfig(Path("model"), num_routers=2, **before))
+
+
+def test_a_folder_or_file_that_is_no_model_is_refused_by_its_path(tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "model")
+    (model / "tokenizer.json").write_text("{}")
+    (model / "tokenizer_config.json").write_text("{}")
+    assert require_model(model) == ModelConfig.load(model)
+    spoilt = {
+        "config.json": (b"\x00\xff" * 99, "config.json: cannot be read as JSON"),
+        "tokenizer.json": (b"[]", "tokenizer.json: must hold a JSON object"),
+    }
+    for name, (content, said) in spoilt.items():
+        whole = (model / name).read_bytes()
+        (model / name).write_bytes(content)
+        with pytest.raises(BadRequest, match=re.escape(f"{model}/{said}")):
+            require_model(model)
+        (model / name).write_bytes(whole)
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"):
+        lacking = shutil.copytree(model, tmp_path / f"no-{name}")
+        (lacking / name).unlink()
+        with pytest.raises(BadRequest, match=rf"^model_folder: {lacking} has no .*: a folder with config\.json"):
+            require_model(lacking)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(BadRequest, match=r"has no config\.json, tokenizer\.json, tokenizer_config\.json, .*: a folder"):
+        require_model(empty)
+    (empty / "tiny.gguf").write_bytes(b"GGUF")
+    require_gguf(empty / "tiny.gguf")
+    with pytest.raises(BadRequest, match=r"it has tiny\.gguf: name that file"):
+        require_model(empty)
+    with pytest.raises(BadRequest, match="is a file, but no GGUF: a folder with"):
+        require_gguf(Path("/etc/hostname"))
+    with pytest.raises(BadRequest, match=r"/dev/null cannot be read: Not a directory: a folder with"):
+        require_model(Path("/dev/null"))
+
+
+@pytest.mark.parametrize("name", ["host_cache_bytes", "disk_cache_bytes"])
+def test_caches_that_hold_no_block_of_the_model_are_refused_before_anything_starts(name: str, tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path)
+    model = ModelConfig.load(folder)
+    for dtype, dtype_bytes in DTYPES.items():
+        block_bytes = model.kv_geometry(16, dtype_bytes).block_bytes
+        enough = {"host_cache_bytes": block_bytes, "disk_cache_bytes": block_bytes, "disk_cache_folder": tmp_path}
+        config = ClusterConfig(folder, dtype=dtype, **enough)
+        require_fit(config, model)
+        with pytest.raises(BadRequest, match=f"^{name}: must be 0 or hold at least one block of {block_bytes} bytes"):
+            require_fit(replace(config, **{name: block_bytes - 1}), model)
+    with pytest.raises(BadRequest, match=r"^tensor_parallel_size: 64 does not divide"):
+        require_fit(replace(config, tensor_parallel_size=64), model)
+
+
+def test_caches_that_this_machine_has_no_memory_for_are_refused() -> None:
+    config = ClusterConfig(Path("model"), host_cache_bytes=1 << 30, num_decode=1)
+    require_cache_room(config)
+    with pytest.raises(BadRequest, match=r"^host_cache_bytes: .* of all workers, but this machine has "):
+        require_cache_room(replace(config, host_cache_bytes=1 << 40, num_prefill=64))
 
 
 def test_adapters_are_looked_at_before_anything_starts(tmp_path: Path) -> None:

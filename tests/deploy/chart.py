@@ -26,7 +26,7 @@ EVERYTHING: Final = {
     "monitoring": {name: {"enabled": True} for name in ("serviceMonitor", "podMonitor", "rules", "dashboards")},
     "inferencePool": {"enabled": True, "endpointPicker": {"name": "picker"}},
     "router": {"replicas": 3},
-    "config": {"host_cache_bytes": 1 << 31, "disk_cache_bytes": 1 << 34},
+    "config": {"host_cache_bytes": 1 << 31, "disk_cache_bytes": "16GiB"},
     "image": {"pullSecrets": [{"name": "pull"}]},
     "networkPolicy": {
         "clients": [{"podSelector": {}}],

@@ -51,6 +51,12 @@ def test_large_numbers_stay_whole_numbers(tmp_path: Path) -> None:
     assert config_of(render({"config": {"num_blocks": 2097152}}), tmp_path).num_blocks == 2097152
 
 
+def test_bytes_may_have_a_unit(tmp_path: Path) -> None:
+    config = config_of(render({"config": {"host_cache_bytes": "2GiB", "disk_cache_bytes": "1.5TB"}}), tmp_path)
+    assert (config.host_cache_bytes, config.disk_cache_bytes) == (1 << 31, 15 * 10**11)
+    assert config.disk_cache_folder == Path("/cache")
+
+
 def test_the_policy_is_one_and_a_change_of_it_restarts_nothing() -> None:
     tenants = {"acme": {"keys_sha256": ["ab" * 32], "weight": 2}}
     values = {"router": {"policy": {"admission": {"tenants": tenants}}}}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -166,3 +168,17 @@ def test_what_a_family_means_by_silence(folder: Path) -> None:
             ModelConfig.load(folder)
     else:
         assert ModelConfig.load(folder).max_context_tokens == 32768
+
+
+def test_whatever_a_field_holds_is_taken_or_refused_by_its_name(original: Path) -> None:
+    fields = json.loads((original / "config.json").read_text())
+    odd = [None, True, 0, -1, 1.5, math.inf, math.nan, "x", [], [[]], [{}], {}, {"rope_type": []}, 10**400]
+    names = [*fields, "layer_types", "sliding_window", "rope_scaling", "rope_parameters", "head_dim"]
+    num_refused = 0
+    for name, value in itertools.product(names, odd):
+        try:
+            ModelConfig.parse({**fields, name: value})
+        except BadModel as error:
+            num_refused += 1
+            assert str(error).startswith("config.json: ")
+    assert num_refused > len(names)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cluster.config import ClusterConfig
-from cluster.preflight import require_disk_cache
+from cluster.preflight import require_cache_room
 from cluster.worker.config import WorkerConfig
 from cluster.worker.engine import build_engine
 from core.blocks import CacheTier
@@ -98,11 +98,11 @@ def test_all_workers_of_this_machine_must_have_room(folder: Path, tmp_path: Path
             folder, num_prefill=2, num_decode=2, host_cache_bytes=1, disk_cache_bytes=num_bytes, disk_cache_folder=where
         )
 
-    require_disk_cache(ClusterConfig(folder))
-    require_disk_cache(cluster(free // 8))
+    require_cache_room(ClusterConfig(folder))
+    require_cache_room(cluster(free // 8))
     with pytest.raises(BadRequest, match="of all workers") as refused:
-        require_disk_cache(cluster(free // 2))
+        require_cache_room(cluster(free // 2))
     assert refused.value.field == "disk_cache_bytes"
     with pytest.raises(BadRequest, match="cannot be written") as refused:
-        require_disk_cache(cluster(1, tmp_path / "none"))
+        require_cache_room(cluster(1, tmp_path / "none"))
     assert refused.value.field == "disk_cache_folder"
