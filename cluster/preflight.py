@@ -54,7 +54,8 @@ def _resolve_once(config: ClusterConfig, names: Sequence[str]) -> ClusterConfig:
     refused: list[tuple[str, str]] = []
 
     def usable(name: str, of: ClusterConfig) -> int:
-        host, port = getattr(of, name.replace("_port", "_host")), getattr(of, name)
+        host: str = getattr(of, name.replace("_port", "_host"))
+        port: int = getattr(of, name)
         try:
             listen_once(host, port)
             return port or free_ports(1, host)[0]
