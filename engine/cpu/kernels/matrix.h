@@ -27,28 +27,27 @@ struct PackedMatrix {
           num_steps((num_inputs + values_per_unit<Unit> - 1) / values_per_unit<Unit>),
           scratch(unpacked) {}
 
-    // Steps that are best unpacked at a time when they are used once: what fits into the first-level cache.
-    int part_steps() const { return stored.storage == tandem_floats ? num_steps : block_steps<Unit>; }
+    bool has_blocks() const { return stored.storage != tandem_floats; }
 
-    // [count][32 outputs] units from step `first_step` on, where the steps of a panel follow those of the one before.
+    // Steps that are best unpacked at a time when they are used once: what fits into the first-level cache.
+    int part_steps() const { return has_blocks() ? block_steps<Unit> : num_steps; }
+
+    // The block that begins with step `first_step`, where the steps of a panel follow those of the one before.
+    TANDEM_INLINE const char* block(long first_step) const {
+        return static_cast<const char*>(stored.data) + first_step / block_steps<Unit> * packed_block_bytes(stored.storage);
+    }
+
+    // [count][32 outputs] units from step `first_step` on.
     TANDEM_INLINE const Unit* steps(long first_step, long count) const {
-        if (stored.storage == tandem_floats)
-            return static_cast<const Unit*>(stored.data) + first_step * panel_columns;
-        const long first_block = first_step / block_steps<Unit>;
-        unpack_blocks<Unit>(stored.storage,
-                            static_cast<const char*>(stored.data) + first_block * packed_block_bytes(stored.storage),
-                            count / block_steps<Unit>, scratch);
+        if (!has_blocks()) return static_cast<const Unit*>(stored.data) + first_step * panel_columns;
+        unpack_blocks<Unit>(stored.storage, block(first_step), count / block_steps<Unit>, scratch);
         return scratch;
     }
 
     // The weights of one output, num_steps units.
     void read_output(int output, Unit* weights) const {
-        const long first_step = static_cast<long>(output / panel_columns) * num_steps;
-        for (int step = 0; step < num_steps; step += part_steps()) {
-            const Unit* part = steps(first_step + step, part_steps());
-            for (int index = 0; index < part_steps(); ++index)
-                weights[step + index] = part[index * panel_columns + output % panel_columns];
-        }
+        const Unit* panel = steps(static_cast<long>(output / panel_columns) * num_steps, num_steps);
+        for (int step = 0; step < num_steps; ++step) weights[step] = panel[step * panel_columns + output % panel_columns];
     }
 };
 
@@ -130,18 +129,28 @@ TANDEM_INLINE void find_columns(const Unit* panels, int num_steps, const Unit* (
 // ahead, weights come in 0.9 of the time; with fewer rows in up to 1.3 times (bench/results/2026-11-30-engine.md).
 constexpr int least_rows_ahead = 7, bytes_ahead = 8192;
 
+// So many rows, at most, are multiplied by blocks that are unpacked on the way: in 0.84 to 0.98 of the time that it takes by
+// way of memory. 10 and 12 rows leave too few registers: 1.07 and 1.14 (bench/results/2026-11-30-engine.md).
+constexpr int max_block_rows = 8;
+
 // All outputs of a few rows, which share one high tile: a panel's products hide the wait for the next.
 template <class Unit, int Rows, class Finish>
 void multiply_few(const Unit* left, long left_stride, const PackedMatrix<Unit>& matrix, Finish finish) {
     constexpr int ahead = Rows >= least_rows_ahead ? bytes_ahead : 0;
     static_assert(panel_columns * sizeof(Unit) == 2 * line_bytes || !ahead, "a step of a panel is two lines");
-    const int part_steps = matrix.part_steps();
     for (int panel = 0; panel < matrix.num_panels; ++panel) {
+        const long first_step = static_cast<long>(panel) * matrix.num_steps;
         Tile<Rows, panel_vectors> sums = {};
-        for (int step = 0; step < matrix.num_steps; step += part_steps) {
-            const Unit* right[panel_vectors];
-            find_columns(matrix.steps(static_cast<long>(panel) * matrix.num_steps + step, part_steps), part_steps, right);
-            accumulate<Unit, Rows, panel_vectors, ahead>(sums, left + step, left_stride, right, panel_columns, part_steps);
+        if (Rows <= max_block_rows && matrix.has_blocks()) {
+            accumulate_blocks<Unit>(sums, left, left_stride, matrix.stored.storage, matrix.block(first_step),
+                                    matrix.num_steps / block_steps<Unit>);
+        } else {
+            const int part_steps = matrix.part_steps();
+            for (int step = 0; step < matrix.num_steps; step += part_steps) {
+                const Unit* right[panel_vectors];
+                find_columns(matrix.steps(first_step + step, part_steps), part_steps, right);
+                accumulate<Unit, Rows, panel_vectors, ahead>(sums, left + step, left_stride, right, panel_columns, part_steps);
+            }
         }
         finish(sums, 0, panel * panel_columns);
     }

@@ -45,15 +45,20 @@ struct GroupFactors {
     }
 };
 
-// Write one step: the groups' weights in order, rounded to units.
-template <class Unit>
-TANDEM_INLINE void store_step(Unit* to, const Lanes (&groups)[GroupFactors<Unit>::num_groups]) {
-    for (int pair = 0; pair < GroupFactors<Unit>::num_groups; pair += 2)
-        store_two(to + pair * (num_lanes / values_per_unit<Unit>), groups[pair], groups[pair + 1]);
+// Call visit(step, vector, units) for both vectors of a step, of whose groups weights(group) gives the sixteen values.
+template <class Unit, class Visit, class Weights>
+TANDEM_INLINE void visit_groups(int step, Visit&& visit, Weights&& weights) {
+#pragma GCC unroll 2
+    for (int vector = 0; vector < panel_vectors; ++vector)
+        if constexpr (values_per_unit<Unit> == 1)
+            visit(step, vector, weights(vector));
+        else
+            visit(step, vector, round_to_pairs(weights(2 * vector), weights(2 * vector + 1)));
 }
 
-template <class Unit>
-TANDEM_INLINE void unpack_block_of_4_bits(const char* block, bool has_minima, Unit* units) {
+// Call visit(step, vector, units) for all of a block's units, sixteen at a time, in the order of steps.
+template <class Unit, class Visit>
+TANDEM_INLINE void visit_block_of_4_bits(const char* block, bool has_minima, Visit&& visit) {
     constexpr int num_groups = GroupFactors<Unit>::num_groups, word_steps = 8;
     const auto* factors = reinterpret_cast<const std::uint16_t*>(block);
     const GroupFactors<Unit> scales(factors);
@@ -65,29 +70,31 @@ TANDEM_INLINE void unpack_block_of_4_bits(const char* block, bool has_minima, Un
         LaneBits bits[num_groups];
         for (int group = 0; group < num_groups; ++group, words += num_lanes) bits[group] = load(words);
 #pragma GCC unroll 8
-        for (int step = 0; step < word_steps; ++step) {
-            Lanes groups[num_groups];
-#pragma GCC unroll 4
-            for (int group = 0; group < num_groups; ++group)
-                groups[group] =
-                    multiply_add(scales.lanes[group], low_4_bits(bits[group] >> (4 * step)), minima.lanes[group]);
-            store_step<Unit>(units + (first_step + step) * panel_columns, groups);
-        }
+        for (int step = 0; step < word_steps; ++step)
+            visit_groups<Unit>(first_step + step, visit, [&](int group) TANDEM_INLINE_LAMBDA {
+                return multiply_add(scales.lanes[group], low_4_bits(bits[group] >> (4 * step)), minima.lanes[group]);
+            });
     }
 }
 
-template <class Unit>
-TANDEM_INLINE void unpack_block_of_8_bits(const char* block, Unit* units) {
+template <class Unit, class Visit>
+TANDEM_INLINE void visit_block_of_8_bits(const char* block, Visit&& visit) {
     constexpr int num_groups = GroupFactors<Unit>::num_groups;
     const GroupFactors<Unit> scales(reinterpret_cast<const std::uint16_t*>(block));
     const auto* values = reinterpret_cast<const std::int8_t*>(block + 2 * panel_columns);
 #pragma GCC unroll 4
-    for (int step = 0; step < block_steps<Unit>; ++step) {
-        Lanes groups[num_groups];
-#pragma GCC unroll 4
-        for (int group = 0; group < num_groups; ++group, values += num_lanes)
-            groups[group] = scales.lanes[group] * load_int8(values);
-        store_step<Unit>(units + step * panel_columns, groups);
+    for (int step = 0; step < block_steps<Unit>; ++step, values += num_groups * num_lanes)
+        visit_groups<Unit>(step, visit, [&](int group) TANDEM_INLINE_LAMBDA {
+            return scales.lanes[group] * load_int8(values + group * num_lanes);
+        });
+}
+
+template <class Unit, class Visit>
+TANDEM_INLINE void visit_block(TandemStorage storage, const char* block, Visit&& visit) {
+    switch (storage) {
+        case tandem_q4_0: return visit_block_of_4_bits<Unit>(block, false, visit);
+        case tandem_q4_1: return visit_block_of_4_bits<Unit>(block, true, visit);
+        default: visit_block_of_8_bits<Unit>(block, visit);
     }
 }
 
@@ -95,13 +102,26 @@ TANDEM_INLINE void unpack_block_of_8_bits(const char* block, Unit* units) {
 template <class Unit>
 __attribute__((noinline)) void unpack_blocks(TandemStorage storage, const char* block, long num_blocks, Unit* units) {
     for (long index = 0; index < num_blocks; ++index) {
-        switch (storage) {
-            case tandem_q4_0: unpack_block_of_4_bits<Unit>(block, false, units); break;
-            case tandem_q4_1: unpack_block_of_4_bits<Unit>(block, true, units); break;
-            default: unpack_block_of_8_bits<Unit>(block, units);
-        }
+        visit_block<Unit>(storage, block, [=](int step, int vector, auto lanes) TANDEM_INLINE_LAMBDA {
+            store(units + step * panel_columns + vector * num_lanes, lanes);
+        });
         block += packed_block_bytes(storage);
         units += block_steps<Unit> * panel_columns;
+    }
+}
+
+// `accumulate` (tile.h) of a panel's blocks, which are unpacked on the way and need no memory for it.
+template <class Unit, int Rows>
+TANDEM_INLINE void accumulate_blocks(Tile<Rows, panel_vectors>& tile, const Unit* left, long left_stride,
+                                     TandemStorage storage, const char* block, long num_blocks) {
+    for (long index = 0; index < num_blocks; ++index) {
+        visit_block<Unit>(storage, block, [&](int step, int vector, auto lanes) TANDEM_INLINE_LAMBDA {
+#pragma GCC unroll 12
+            for (int row = 0; row < Rows; ++row)
+                tile[row][vector] = multiply_add(broadcast(left[row * left_stride + step]), lanes, tile[row][vector]);
+        });
+        block += packed_block_bytes(storage);
+        left += block_steps<Unit>;
     }
 }
 

@@ -54,6 +54,7 @@ constexpr int values_per_unit<Pair> = 2;
 TANDEM_INLINE Lanes load(const float* from) { return *reinterpret_cast<const LanesInMemory*>(from); }
 TANDEM_INLINE LaneBits load(const Pair* from) { return *reinterpret_cast<const LaneBitsInMemory*>(from); }
 TANDEM_INLINE void store(float* to, Lanes lanes) { *reinterpret_cast<LanesInMemory*>(to) = lanes; }
+TANDEM_INLINE void store(Pair* to, LaneBits lanes) { *reinterpret_cast<LaneBitsInMemory*>(to) = lanes; }
 
 TANDEM_INLINE LaneBits broadcast(Pair value) { return value - LaneBits{}; }
 
@@ -128,17 +129,15 @@ TANDEM_INLINE Lanes store_values(Pair* to, Lanes lanes) {
     return widen(rounded);
 }
 
-// Two times sixteen neighbouring values.
-TANDEM_INLINE void store_two(float* to, Lanes first, Lanes second) {
-    store(to, first);
-    store(to + num_lanes, second);
-}
-TANDEM_INLINE void store_two(Pair* to, Lanes first, Lanes second) {
+// Two times sixteen neighbouring values, rounded.
+TANDEM_INLINE LaneBits round_to_pairs(Lanes first, Lanes second) {
 #if TANDEM_AVX512_BF16
-    *reinterpret_cast<LaneBitsInMemory*>(to) = (LaneBits)_mm512_cvtne2ps_pbh(second, first);
+    return (LaneBits)_mm512_cvtne2ps_pbh(second, first);
 #else
-    store_values(to, first);
-    store_values(to + num_lanes / 2, second);
+    LaneBits pairs;
+    store_values(reinterpret_cast<Pair*>(&pairs), first);
+    store_values(reinterpret_cast<Pair*>(&pairs) + num_lanes / 2, second);
+    return pairs;
 #endif
 }
 

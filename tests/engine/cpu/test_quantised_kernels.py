@@ -9,7 +9,7 @@ from tests.engine.blocks import KINDS, random_blocks
 from tests.engine.cpu.kernels import Kernels
 
 DTYPES = (torch.float32, torch.bfloat16)
-ROW_COUNTS = (1, 2, 7, 12, 13, 97)
+ROW_COUNTS = (*range(1, 14), 97)
 SHAPES = [(64, 32), (192, 576), (1, 32), (65, 96), (200, 160)]
 
 pytestmark = [pytest.mark.parametrize("kind", KINDS), pytest.mark.parametrize("dtype", DTYPES, ids=str)]
