@@ -20,7 +20,7 @@ def key_headers() -> dict[str, str]:
 def refusal(status: int, body: str) -> str:
     """An answer of the HTTP front that is none, in a line: its own message where it has one, and where the key comes
     from, if it is about that."""
-    text = body[:MAX_CHARS]
+    text = " ".join(body[:MAX_CHARS].split())
     with contextlib.suppress(ValueError, TypeError, LookupError):
         text = str(json.loads(body)["error"]["message"])
     if status == 401:

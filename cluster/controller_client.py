@@ -11,6 +11,7 @@ from tandem.v1 import controller_pb2, controller_pb2_grpc
 from cluster.channel import open_channel
 from cluster.controller_service import MAX_TIMEOUT_S, OUTCOMES
 from cluster.fleet import DrainRefused
+from cluster.wrong_port import grpc_failure
 from core.errors import BadRequest, Unreachable
 from core.membership import Role
 from kv_transfer.membership_codec import encode_role
@@ -44,7 +45,7 @@ async def drain_worker(address: str, worker_id: str, role: str | None, force: bo
             if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
                 field, _, message = (error.details() or "").partition(": ")
                 raise BadRequest(field, message) from None
-            message = f"controller at {address}: {error.code().name}: {error.details()}"
+            message = f"controller at {address}: {grpc_failure(error, address, 'controller_port')}"
             raise Unreachable(message) from None
     if answer.outcome in _REFUSALS:
         raise DrainRefused(_REFUSALS[answer.outcome], answer.message)

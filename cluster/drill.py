@@ -20,6 +20,7 @@ from tandem.v1 import worker_pb2
 
 from cluster import processes
 from cluster.api_key import key_headers, refusal
+from cluster.http_reply import first_model
 from cluster.self_check import settled_blocks
 from cluster.status_client import fetch_status
 from core.errors import BadRequest, CommandFailed
@@ -95,22 +96,12 @@ class Drill:
 
     async def _look_at_model(self) -> None:
         """Its name, and a prompt that fits its context: what does not is refused before anything is killed."""
-        model = await self._first_model()
+        model = await asyncio.to_thread(first_model, self._target.http_url)
         num_lines = min(MOST_LINES, (model["max_model_len"] - NUM_TOKENS) // LINE_TOKENS)
         if num_lines < LEAST_LINES:
             raise CommandFailed(f"a context of {model['max_model_len']} tokens (num_blocks) is too short for a drill")
         self._model = model["id"]
         self._long_prompt = "".join(LINE.format(number=number) for number in range(num_lines))
-
-    async def _first_model(self) -> dict[str, Any]:
-        url = f"{self._target.http_url}/v1/models"
-        try:
-            async with self._session.get(url) as response:
-                if response.status != 200:
-                    raise CommandFailed(f"{url}: {refusal(response.status, await response.text())}")
-                return dict((await response.json())["data"][0])
-        except (aiohttp.ClientError, TimeoutError) as error:
-            raise CommandFailed(f"{url}: {type(error).__name__}: {error}") from error
 
     async def _check(self, name: str, fault: Callable[[], Awaitable[str]]) -> None:
         figures = await fault()

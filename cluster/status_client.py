@@ -11,6 +11,7 @@ from tandem.v1 import worker_pb2, worker_pb2_grpc
 from cluster.channel import open_channel
 from cluster.config import ClusterConfig
 from cluster.routers import look_up
+from cluster.wrong_port import grpc_failure
 from core.errors import Unreachable
 from core.membership import Life, Role, WorkerRef
 from kv_transfer.membership_codec import encode_ref
@@ -60,7 +61,7 @@ async def report_death(address: str, ref: WorkerRef) -> None:
 
 
 def _unreachable(address: str, error: grpc.aio.AioRpcError) -> Unreachable:
-    return Unreachable(f"router at {address}: {error.code().name}: {error.details()}")
+    return Unreachable(f"router at {address}: {grpc_failure(error, address, 'registry_port')}")
 
 
 def missing(status: Any, config: ClusterConfig) -> str:

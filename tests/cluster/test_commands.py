@@ -6,9 +6,12 @@ import json
 import threading
 import tomllib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from socketserver import BaseRequestHandler, ThreadingTCPServer
 
+import grpc
 import pytest
 import yaml
 from any_ports import ANY_PORTS
@@ -21,6 +24,7 @@ from cluster.config import ClusterConfig
 from cluster.fleet import DrainRefused, RefusalReason
 from cluster.main import main
 from cluster.progress import Progress
+from cluster.wrong_port import meant
 from engine.model_config import ModelConfig
 from tests.engine.gguf_files import TOKENS, model_fields, tokenizer_fields, write_gguf
 from tests.engine.tiny_model import tiny_tensors
@@ -30,7 +34,8 @@ class ChatHandler(BaseHTTPRequestHandler):
     """Answers with the words of the last message, one chunk each; "fail" breaks off with an error."""
 
     def do_GET(self) -> None:
-        self._send("application/json", json.dumps({"data": [{"id": "tiny"}]}))
+        is_front = self.path == "/v1/models"
+        self._send("application/json", json.dumps({"data": [{"id": "tiny"}]}) if is_front else "# HELP elsewhere")
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -43,6 +48,8 @@ class ChatHandler(BaseHTTPRequestHandler):
             self.wfile.write(json.dumps({"error": {"message": "an API key is needed"}}).encode())
         elif text == "fail":
             self._send("text/event-stream", 'data: {"error": {"message": "worker lost"}}\n\n')
+        elif text == "gibberish":
+            self._send("text/event-stream", "data: gibberish\n\n")
         else:
             chunks = [{"choices": [{"delta": {"content": f"{word} "}}]} for word in [body["model"], *text.split()]]
             lines = [f"data: {json.dumps(chunk)}\n\n" for chunk in [{"choices": [{"delta": {}}]}, *chunks]]
@@ -122,6 +129,83 @@ def test_chat_says_where_its_key_comes_from(
         assert main(["chat", "--url", chat_url, "--message", "who?"]) == 1
         assert capsys.readouterr().err == f"{said} {end}\n"
         monkeypatch.setenv("TANDEM_API_KEY", "sesame")
+
+
+@pytest.fixture(scope="module")
+def grpc_address() -> Iterator[str]:
+    """Of a server that offers nothing."""
+    server = grpc.server(ThreadPoolExecutor(1))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield f"127.0.0.1:{port}"
+    server.stop(None).wait()
+
+
+@pytest.fixture(scope="module")
+def text_address() -> Iterator[str]:
+    """Of a server that says something else, as Redis does, and closes."""
+
+    class Handler(BaseRequestHandler):
+        def handle(self) -> None:
+            self.request.recv(1000)
+            self.request.sendall(b"-ERR unknown command\r\n")
+
+    with ThreadingTCPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+        thread.start()
+        yield f"127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+        thread.join()
+
+
+def test_chat_and_drill_say_what_listens_where_no_http_front_does(
+    chat_url: str, grpc_address: str, text_address: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wanted = "the HTTP front is wanted, 8000 by default\n"
+    for url, what in (
+        (f"http://{grpc_address}", "speaks HTTP/2, as gRPC does, and not HTTP/1"),
+        (f"http://{text_address}", "does not speak HTTP"),
+        (f"{chat_url}/elsewhere", "speaks HTTP, but is no front of Tandem's"),
+        (chat_url.replace("http", "https"), "does not speak TLS, http:// may be meant"),
+    ):
+        assert main(["chat", "--url", url, "--message", "x"]) == 1
+        assert capsys.readouterr().err == f"tandem: {url} {what}: {wanted}"
+    assert main(["chat", "--url", chat_url, "--message", "gibberish"]) == 1
+    assert capsys.readouterr().err.startswith(f"tandem: {chat_url} answers what is no chunk of a chat, 'gibberish': ")
+    assert main(["drill", "--yes", "--url", f"http://{grpc_address}"]) == 1
+    assert (
+        capsys.readouterr().err
+        == f"tandem: http://{grpc_address} speaks HTTP/2, as gRPC does, and not HTTP/1: {wanted}"
+    )
+
+
+def test_who_asks_for_registry_or_controller_elsewhere_is_told_so(
+    chat_url: str, grpc_address: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    http_address = chat_url.removeprefix("http://")
+    for command, there in (
+        (["status", "--registry"], "the registry is wanted, 50052 by default"),
+        (["drain", "decode-0", "--controller"], "the controller is wanted, 50053 by default"),
+    ):
+        for address, what in ((http_address, "does not speak gRPC"), (grpc_address, "speaks gRPC, but is not the")):
+            assert main([*command, address]) == 1
+            said = capsys.readouterr().err
+            assert f"at {address}: {what}" in said and said.endswith(f": {there}\n")
+
+
+@pytest.mark.parametrize(
+    ("port", "wanted", "said"),
+    [
+        (50051, "http_port", "50051 is the gRPC front by default, 8000 the HTTP front"),
+        (50062, "http_port", "50062 is the registry by default, 8010 the HTTP front"),
+        (8010, "registry_port", "8010 is the HTTP front by default, 50062 the registry"),
+        (50053, "registry_port", "50053 is the controller by default, 50052 the registry"),
+        (8000, "http_port", "the HTTP front is wanted, 8000 by default"),
+        (None, "http_port", "the HTTP front is wanted, 8000 by default"),
+    ],
+)
+def test_a_default_port_is_known_by_its_number(port: int | None, wanted: str, said: str) -> None:
+    assert meant(port, wanted) == said
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8000", "http://", "http://a:1,http://b:2", "http://a:port", "ftp://a"])
