@@ -60,7 +60,7 @@ class HostBurial:
             try:
                 await self._ray.run_on(location.host, _end_there, location.process, timeout_s=ASK_TIMEOUT_S)
                 return
-            except (ActorFailed, TimeoutError):
+            except ActorFailed:
                 if not await self._ray.is_alive(location.host):
                     break
             await asyncio.sleep(ASK_EVERY_S)

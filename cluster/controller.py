@@ -33,7 +33,7 @@ from cluster.fleet import (
     WorkerDied,
     WorkerStarted,
 )
-from cluster.ray_runtime import Actor, ActorFailed
+from cluster.ray_runtime import Actor, ActorFailed, ActorHung
 from cluster.worker.config import WorkerConfig
 from core.membership import Life, Role, WorkerInfo, WorkerRef
 from telemetry.logs import log_state
@@ -44,8 +44,6 @@ PING_EVERY_S: Final = 2.0
 STOP_TIMEOUT_S: Final = 5.0  # for closing servers, once drained
 SWITCH_TIMEOUT_S: Final = 5.0  # of a worker that stands in for another role: then it is tried again
 SWITCH_AGAIN_S: Final = 1.0
-
-ActorFailures: Final = (ActorFailed, TimeoutError)
 
 Spawn = Callable[[StartWorker], tuple[Actor, WorkerConfig]]  # a new process for this life, and what to tell it
 Listener = Callable[[Event], None]
@@ -132,9 +130,9 @@ class Controller:
             if ref not in self._actors:
                 raise ActorFailed("it has died")
             left = await self._actors[ref].call(method, *arguments, timeout_s, finish_s, timeout_s=call_s)
-        except ActorFailures as error:
+        except ActorFailed as error:
             role = self._fleet.role_of(ref.worker_id)
-            return RefusalReason.WORKER_LOST, f"{ref} was lost ({_text(error)}); its place starts again as {role}"
+            return RefusalReason.WORKER_LOST, f"{ref} was lost ({error}); its place starts again as {role}"
         self._fleet.drained(ref, to, done=not left)
         if left:
             return RefusalReason.NOT_DRAINED, f"{ref.worker_id}: {left}"
@@ -187,8 +185,8 @@ class Controller:
         try:
             self._locations[ref] = await actor.call("locate", timeout_s=self._config.start_timeout_s)
             await actor.call("start", config, timeout_s=self._config.start_timeout_s)
-        except ActorFailures as error:
-            self._inbox.put_nowait(StartFailed(ref, _text(error)))
+        except ActorFailed as error:
+            self._inbox.put_nowait(StartFailed(ref, str(error)))
             return
         self._inbox.put_nowait(WorkerStarted(ref))
         await self._watch(ref, actor)
@@ -204,7 +202,7 @@ class Controller:
     async def _drain_and_end(self, actor: Actor) -> None:
         """Let it finish, close it, end its process: its `_watch` then reports the end."""
         drain_s, finish_s = self._config.drain_timeout_s, self._config.drain_finish_s
-        with contextlib.suppress(*ActorFailures):  # it ends below in any case
+        with contextlib.suppress(ActorFailed):  # it ends below in any case
             await actor.call("drain", drain_s, finish_s, timeout_s=drain_s + 1.0)
             await actor.call("stop", timeout_s=STOP_TIMEOUT_S)
         actor.kill()
@@ -218,16 +216,12 @@ async def watch(actor: Actor, heartbeat_timeout_s: float) -> str:
             done, _ = await asyncio.wait({death}, timeout=PING_EVERY_S)
             if done:
                 error = death.exception()
-                return _text(error) if error else "its watch ended"
+                return str(error) if error else "its watch ended"
             await actor.call("ping", timeout_s=heartbeat_timeout_s)
-    except TimeoutError:
-        return f"hung: no answer for {heartbeat_timeout_s:g} s"
-    except ActorFailures as error:
-        return _text(error)
+    except ActorHung as error:
+        return f"hung: {error}"
+    except ActorFailed as error:
+        return str(error)
     finally:
         death.cancel()
         await asyncio.gather(death, return_exceptions=True)
-
-
-def _text(error: BaseException) -> str:
-    return str(error) or type(error).__name__

@@ -22,12 +22,12 @@ from aiohttp import web
 from cluster.actors import ProcessPaths, ServingWorker, WorkerActor
 from cluster.burial import HostBurial
 from cluster.config import ClusterConfig, worker_config
-from cluster.controller import ActorFailures, Controller
+from cluster.controller import Controller
 from cluster.controller_service import serve_controller
 from cluster.death_notices import DeathNotices
 from cluster.fleet import Event, Fleet, StartFailed, StartWorker, WorkerDied, WorkerStarted
 from cluster.progress import Progress
-from cluster.ray_runtime import STOP_TIMEOUT_S, Actor, RayRuntime
+from cluster.ray_runtime import STOP_TIMEOUT_S, Actor, ActorFailed, RayRuntime
 from cluster.worker.config import WorkerConfig
 from core.errors import BadRequest
 from core.membership import Role, WorkerRef
@@ -98,7 +98,7 @@ class HostController:
         try:
             found: ServingWorker | None = await actor.call("describe", timeout_s=LOCATE_TIMEOUT_S)
             location = await actor.call("locate", timeout_s=LOCATE_TIMEOUT_S)
-        except ActorFailures:
+        except ActorFailed:
             return False
         if found is None or not self._is_wanted(found, ref, role):
             return False

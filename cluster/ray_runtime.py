@@ -51,6 +51,10 @@ class ActorFailed(TandemError):
     """The actor's process is gone or cannot be started, or a method of it raised: its log has the traceback."""
 
 
+class ActorHung(ActorFailed):
+    """It did not answer in time."""
+
+
 def this_host() -> str:
     """Ray's id of the host that this actor runs on. A host that comes back has another one."""
     import ray
@@ -80,7 +84,7 @@ def _note(name: str, note: bytes) -> None:
 
 
 class Actor:
-    """Handle of one actor process. Every call may raise ActorFailed or TimeoutError."""
+    """Handle of one actor process. Every call may raise ActorFailed."""
 
     def __init__(self, handle: Any) -> None:
         self._handle = handle
@@ -264,9 +268,11 @@ async def _result(call: Callable[[], Any], timeout_s: float | None) -> Any:
     except RayActorError as error:
         raise ActorFailed(_end_of(error)) from None
     except RayTaskError as error:
-        raise ActorFailed(str(error.cause)) from None
+        raise ActorFailed(str(error.cause) or type(error.cause).__name__) from None
     except RayError as error:
         raise ActorFailed(f"{type(error).__name__}: {error}") from None
+    except TimeoutError:
+        raise ActorHung(f"no answer for {timeout_s:g} s") from None
 
 
 def _end_of(error: Any) -> str:

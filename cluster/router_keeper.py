@@ -9,9 +9,9 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from cluster.config import ClusterConfig
-from cluster.controller import STOP_TIMEOUT_S, ActorFailures, watch
+from cluster.controller import STOP_TIMEOUT_S, watch
 from cluster.fleet import Backoff
-from cluster.ray_runtime import Actor
+from cluster.ray_runtime import Actor, ActorFailed
 from core.errors import CommandFailed
 
 BACKOFF: Final = Backoff()
@@ -46,7 +46,7 @@ class RouterKeeper:
         """Close the fronts and end the process; call it after `run` was cancelled."""
         if self._actor is None:
             return
-        with contextlib.suppress(*ActorFailures):
+        with contextlib.suppress(ActorFailed):
             await self._actor.call("stop", timeout_s=STOP_TIMEOUT_S)
         self._actor.kill()
 
@@ -55,11 +55,11 @@ class RouterKeeper:
         self._actor, config = self._spawn()
         try:
             await self._actor.call("start", config, timeout_s=self._config.start_timeout_s)
-        except ActorFailures as error:
+        except ActorFailed as error:
             self._actor.kill()
             if not self.started.is_set():
                 raise CommandFailed(f"{self._name} did not start: {error}") from error
-            return str(error) or type(error).__name__
+            return str(error)
         self.started.set()
         reason = await watch(self._actor, self._config.heartbeat_timeout_s)
         self._actor.kill()

@@ -10,8 +10,8 @@ import asyncio
 from collections.abc import Callable
 from contextlib import suppress
 
-from cluster.controller import ActorFailures, watch
-from cluster.ray_runtime import Actor
+from cluster.controller import watch
+from cluster.ray_runtime import Actor, ActorFailed
 
 
 class SpareWorker:
@@ -48,7 +48,7 @@ class SpareWorker:
 
     async def _tend(self, actor: Actor) -> None:
         """One that dies, hangs, or cannot import what it must, is no spare."""
-        with suppress(*ActorFailures):
+        with suppress(ActorFailed):
             await actor.call("prepare", timeout_s=self._prepare_timeout_s)
             await watch(actor, self._heartbeat_timeout_s)
         actor.kill()

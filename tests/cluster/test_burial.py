@@ -14,7 +14,7 @@ from tandem.v1 import worker_pb2
 from cluster import burial, processes
 from cluster.burial import UNHEARD_S, HostBurial, Location
 from cluster.processes import Process
-from cluster.ray_runtime import ActorFailed
+from cluster.ray_runtime import ActorFailed, ActorHung
 from core.errors import Unreachable
 from core.membership import WorkerRef
 
@@ -37,7 +37,7 @@ class Ray:
             raise ActorFailed("unschedulable")
         if self.failures:
             self.failures -= 1
-            raise TimeoutError
+            raise ActorHung("no answer")
         return await asyncio.to_thread(function, *arguments)
 
     async def is_alive(self, host: str) -> bool:
