@@ -14,12 +14,13 @@ prefills.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from random import Random
 from typing import Final, assert_never
 
+from cluster.backoff import Backoff
 from core.errors import TandemError
 from core.membership import Life, Role, WorkerRef, next_life
 
@@ -101,20 +102,6 @@ Event = WorkerStarted | StartFailed | WorkerDied | Wake | StopAsked
 Effect = StartWorker | DrainWorker | SwitchRole | ForgetWorker | WakeAt
 
 
-@dataclass(frozen=True, slots=True)
-class Backoff:
-    """How long the n-th quick death in a row delays the next start: 0, first, 2 first, 4 first, ... up to max."""
-
-    first_s: float = 0.5
-    max_s: float = 30.0
-    stable_after_s: float = 10.0
-
-    def delay_s(self, quick_deaths: int) -> float:
-        """Delay after `quick_deaths` earlier deaths in a row."""
-        # The exponent is bounded too: a float overflows after a thousand deaths.
-        return min(self.first_s * 2.0 ** min(quick_deaths - 1, 32), self.max_s) if quick_deaths else 0.0
-
-
 class RefusalReason(StrEnum):
     """Why a worker is not drained, or does not change its role: one closed list for callers (proto: DrainOutcome)."""
 
@@ -138,11 +125,11 @@ class DrainRefused(TandemError):
 class _Place:
     worker_id: str
     role: Role  # that it has, or will have
+    backoff: Backoff
     ref: WorkerRef | None = None  # None exactly when life is GONE
     life: Life = Life.GONE
     due_s: float = float("-inf")  # not started again before
     ready_since_s: float = 0.0
-    quick_deaths: int = 0
     role_before: Role | None = None  # while a drain is under way: the role to fall back to
     has_served: bool = False  # some life of it was READY, as far as we know
     stands_in: bool = False  # its worker decodes, or is about to, and its role is PREFILL all the same
@@ -155,13 +142,12 @@ class Fleet:
         self,
         wanted: Iterable[tuple[str, Role]],
         random: Random,
-        backoff: Backoff | None = None,
+        backoff: Callable[[], Backoff] = Backoff,
         *,
         stand_in: bool = False,
     ) -> None:
-        self._places = {worker_id: _Place(worker_id, role) for worker_id, role in wanted}
+        self._places = {worker_id: _Place(worker_id, role, backoff()) for worker_id, role in wanted}
         self._random = random
-        self._backoff = backoff or Backoff()
         self._stand_in = stand_in
         self._stopping = False
 
@@ -262,7 +248,7 @@ class Fleet:
         standing = [it for it in decodes if it.stands_in]
         back = [it for it in decodes if not it.stands_in]
         if standing and back:  # to one that has died twice in a row only when it has lasted: streams would follow it
-            steady_s = min(it.ready_since_s + (it.quick_deaths > 1) * self._backoff.stable_after_s for it in back)
+            steady_s = min(it.ready_since_s + (it.backoff.quick_deaths > 1) * it.backoff.stable_after_s for it in back)
             return self._switch(standing[0], Role.PREFILL) if now >= steady_s else [WakeAt(steady_s)]
         if not self._stand_in:  # but one that does already goes back
             return []
@@ -298,14 +284,12 @@ class Fleet:
         place = self._place_of(ref)
         if place is None:
             return []
-        if place.life is not Life.STARTING and now - place.ready_since_s >= self._backoff.stable_after_s:
-            place.quick_deaths = 0
+        up_s = 0.0 if place.life is Life.STARTING else now - place.ready_since_s
         place.life = next_life(ref.worker_id, place.life, Life.GONE)
         place.ref = place.role_before = None
         if place.stands_in:
             place.role, place.stands_in = Role.PREFILL, False
-        place.due_s = now + self._backoff.delay_s(place.quick_deaths)
-        place.quick_deaths += 1
+        place.due_s = now + place.backoff.died(up_s)
         effects: list[Effect] = [ForgetWorker(ref, reason)]
         if not self._stopping:
             effects.append(self._start(place) if place.due_s <= now else WakeAt(place.due_s))

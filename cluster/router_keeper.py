@@ -6,15 +6,13 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any
 
+from cluster.backoff import Backoff
 from cluster.config import ClusterConfig
 from cluster.controller import STOP_TIMEOUT_S, watch
-from cluster.fleet import Backoff
 from cluster.ray_runtime import Actor, ActorFailed
 from core.errors import CommandFailed
-
-BACKOFF: Final = Backoff()
 
 SpawnRouter = Callable[[], tuple[Actor, Any]]  # a new process, and what to tell it
 
@@ -32,15 +30,11 @@ class RouterKeeper:
 
     async def run(self) -> None:
         """Start the router and keep it. Raises: the actor's error, when the very first start fails."""
-        quick_deaths = 0
+        backoff = Backoff()
         while True:
-            born_s = time.monotonic()
-            reason = await self._live()
-            if time.monotonic() - born_s >= BACKOFF.stable_after_s:
-                quick_deaths = 0
+            reason, up_s = await self._live()
             self._say(f"{self._name} died ({reason}), replacing it")
-            await asyncio.sleep(BACKOFF.delay_s(quick_deaths))
-            quick_deaths += 1
+            await asyncio.sleep(backoff.died(up_s))
 
     async def stop(self) -> None:
         """Close the fronts and end the process; call it after `run` was cancelled."""
@@ -50,8 +44,8 @@ class RouterKeeper:
             await self._actor.call("stop", timeout_s=STOP_TIMEOUT_S)
         self._actor.kill()
 
-    async def _live(self) -> str:
-        """One life; returns why it ended."""
+    async def _live(self) -> tuple[str, float]:
+        """One life; returns why it ended, and for how many seconds it was up."""
         self._actor, config = self._spawn()
         try:
             await self._actor.call("start", config, timeout_s=self._config.start_timeout_s)
@@ -59,8 +53,9 @@ class RouterKeeper:
             self._actor.kill()
             if not self.started.is_set():
                 raise CommandFailed(f"{self._name} did not start: {error}") from error
-            return str(error)
+            return str(error), 0.0
         self.started.set()
+        ready_s = time.monotonic()
         reason = await watch(self._actor, self._config.heartbeat_timeout_s)
         self._actor.kill()
-        return reason
+        return reason, time.monotonic() - ready_s

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from random import Random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cluster.backoff import Backoff
 from cluster.fleet import (
-    Backoff,
     DrainRefused,
     DrainWorker,
     Effect,
@@ -29,7 +30,8 @@ from cluster.fleet import (
 from core.membership import Life, Role, WorkerRef
 
 WANTED = (("prefill-0", Role.PREFILL), ("decode-0", Role.DECODE))
-BACKOFF = Backoff(first_s=1.0, max_s=4.0, stable_after_s=60.0)
+STABLE_AFTER_S = 60.0
+BACKOFF = partial(Backoff, first_s=1.0, max_s=4.0, stable_after_s=STABLE_AFTER_S)
 
 
 def make_fleet() -> Fleet:
@@ -85,7 +87,7 @@ def test_a_worker_that_was_ready_for_long_is_replaced_at_once_again() -> None:
     decode = started(fleet.step(Wake(), 0.0))[1]
     (decode,) = started(fleet.step(StartFailed(decode, "x"), 0.0))
     fleet.step(WorkerStarted(decode), 1.0)
-    (decode,) = started(fleet.step(WorkerDied(decode, "x"), 1.0 + BACKOFF.stable_after_s))
+    (decode,) = started(fleet.step(WorkerDied(decode, "x"), 1.0 + STABLE_AFTER_S))
     fleet.step(WorkerStarted(decode), 100.0)
     assert not started(fleet.step(WorkerDied(decode, "x"), 101.0))  # the control: this life was short
 
@@ -112,7 +114,8 @@ def test_stop_drains_the_ready_kills_the_starting_and_replaces_nobody() -> None:
 
 
 def test_the_delay_stays_bounded_after_thousands_of_deaths() -> None:
-    assert Backoff().delay_s(5000) == Backoff().max_s
+    backoff = Backoff(quick_deaths=5000)
+    assert backoff.died(0.0) == backoff.max_s
 
 
 @given(st.lists(st.tuples(st.sampled_from(["start", "fail", "die", "wake"]), st.integers(0, 1)), max_size=60))
