@@ -156,12 +156,6 @@ class Fleet:
         """Life of each place's present worker."""
         return {place.worker_id: place.life for place in self._places.values()}
 
-    @property
-    def ready(self) -> dict[str, WorkerRef]:
-        """The READY worker of each place that has one."""
-        places = self._places.values()
-        return {it.worker_id: it.ref for it in places if it.ref is not None and it.life is Life.READY}
-
     def role_of(self, worker_id: str) -> Role | None:
         """The wanted role of a place; None: there is no such place."""
         place = self._places.get(worker_id)

@@ -35,10 +35,6 @@ class EmbeddedValkey:
     def url(self) -> str:
         return f"redis://{HOST}:{self.port}/0"
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
     @classmethod
     async def start(cls, log_file: Path, timeout_s: float = START_TIMEOUT_S) -> EmbeddedValkey:
         """Start it and wait until it answers. Raises: CommandFailed, naming the log."""

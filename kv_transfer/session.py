@@ -47,7 +47,7 @@ class HandoffSessions:
         blocks: Blocks,
         lease: LeaseConfig,
         find_cached: Callable[[Sequence[BlockHash]], list[int]],
-        push_bound_s: Callable[[WorkerRef, int], float] = lambda _peer, _num_blocks: 0.0,
+        push_bound_s: Callable[[WorkerRef, int], float],
         load_failure: LoadFailurePolicy = LoadFailurePolicy.RECOMPUTE,
     ) -> None:
         self.source = SourceSide(blocks, lease, push_bound_s)

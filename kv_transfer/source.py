@@ -52,7 +52,7 @@ class SourceSide:
         self,
         blocks: Blocks,
         lease: LeaseConfig,
-        push_bound_s: Callable[[WorkerRef, int], float] = lambda _peer, _num_blocks: 0.0,
+        push_bound_s: Callable[[WorkerRef, int], float],
     ) -> None:
         self._blocks = blocks
         self._lease = lease

@@ -92,15 +92,6 @@ class TargetSide:
     def __len__(self) -> int:
         return len(self._open)
 
-    def state(self, handoff_id: str) -> HandoffState | None:
-        session = self._open.get(handoff_id)
-        return session.state if session else None
-
-    def blocks(self, handoff_id: str) -> tuple[int, ...]:
-        """The blocks locked for a hand-off; none when it is not open."""
-        session = self._open.get(handoff_id)
-        return session.ticket.block_ids if session else ()
-
     def reserve(
         self,
         handoff_id: str,

@@ -28,9 +28,6 @@ class Caller:
     max_ttft_s: float | None = None
 
 
-ANYONE: Final = Caller()
-
-
 class Keys:
     """The API keys of a policy. Without any, nobody needs one, and what is sent is not looked at."""
 

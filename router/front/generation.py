@@ -19,7 +19,7 @@ from core.request import FinishReason, GenerateRequest, Placement, PromptLogprob
 from engine.stop import StopStrings
 from engine.tokenizer import IncrementalDecoder, Tokenizer
 from router.admission.policy import AdmissionPolicy
-from router.front.caller import ANYONE, Caller, Keys, degraded
+from router.front.caller import Caller, Keys, degraded
 from router.front.errors import GenerationFailed
 from router.front.intake import Draft, GrammarCheck, Intake, ServedModel
 from router.front.meter import Endpoint, Meter
@@ -123,7 +123,7 @@ class Front:
         """Spells the tokens of one output."""
         return Speller(self._tokenizer)
 
-    async def prepare(self, draft: Draft, caller: Caller = ANYONE) -> GenerateRequest:
+    async def prepare(self, draft: Draft, caller: Caller) -> GenerateRequest:
         """Check and tokenise. Raises: BadRequest: naming the field in Draft's words. Rejected: see Intake.prepare."""
         model = self._policy.degrade.smaller_model.get(draft.model, draft.model)
         draft = replace(draft, tenant=caller.tenant, model=model)

@@ -82,7 +82,7 @@ class Meter:
         self._metrics.vllm.all_prompt_tokens.inc(request.num_prompt_tokens)
         return request if self._span is None else replace(request, traceparent=self._span.traceparent)
 
-    def tokens(self, count: int, choice: int = 0) -> None:
+    def tokens(self, count: int, choice: int) -> None:
         """`count` tokens of a choice go out now."""
         if count == 0:
             return

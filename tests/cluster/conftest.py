@@ -23,6 +23,6 @@ def ray_runtime() -> Iterator[RayRuntime]:
         own = {it for it in processes.descendants(os.getpid()) if str(folder) in processes.command_of(it)}
         below = own.union(*(processes.descendants(it.pid) for it in own))
         assert own
-        assert asyncio.run(runtime.stop(timeout_s=20.0))
+        asyncio.run(runtime.stop(timeout_s=20.0))
     left = asyncio.run(processes.wait_gone(below, timeout_s=10.0))
     assert not left, [processes.command_of(process) for process in left]

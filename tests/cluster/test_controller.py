@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from listening import is_loopback, listening_addresses
+from ready_workers import ready_workers
 from stub_processes import STUCK_S
 
 from cluster import processes
@@ -99,7 +100,7 @@ async def make_cluster(ray_runtime: RayRuntime, tmp_path: Path) -> Any:
 async def test_a_killed_worker_is_replaced_by_a_new_incarnation(make_cluster: Any) -> None:
     cluster = make_cluster()
     await cluster.all_ready()
-    before = cluster.fleet.ready
+    before = ready_workers(cluster.fleet)
     prefill_pid = await cluster.actors["prefill-0"].call("ping", timeout_s=5.0)
     pid = await cluster.actors["decode-0"].call("ping", timeout_s=5.0)
 
@@ -108,7 +109,7 @@ async def test_a_killed_worker_is_replaced_by_a_new_incarnation(make_cluster: An
     assert await cluster.next_of(WorkerDied) == WorkerDied(before["decode-0"], "its process ended")
     assert await asyncio.wait_for(cluster.deaths.get(), TIMEOUT_S) == before["decode-0"]
     assert (await cluster.next_of(WorkerStarted)).ref.worker_id == "decode-0"
-    after = cluster.fleet.ready
+    after = ready_workers(cluster.fleet)
     assert after["decode-0"].incarnation != before["decode-0"].incarnation
     assert after["prefill-0"] == before["prefill-0"]
     assert await cluster.actors["decode-0"].call("ping", timeout_s=5.0) != pid
@@ -134,9 +135,9 @@ async def test_a_role_is_changed_kept_or_given_to_the_next_life_and_one_worker_a
     cluster = make_cluster(num_decode=2)
     await cluster.all_ready()
     controller: Controller = cluster.controller
-    before = cluster.fleet.ready["decode-1"]
+    before = ready_workers(cluster.fleet)["decode-1"]
     assert await controller.drain("decode-1", Role.PREFILL, force=False, timeout_s=1.0)
-    assert cluster.fleet.ready["decode-1"] == before and controller.all_ready
+    assert ready_workers(cluster.fleet)["decode-1"] == before and controller.all_ready
     assert cluster.fleet.role_of("decode-1") is Role.PREFILL
     assert not await controller.drain("decode-1", Role.PREFILL, force=False, timeout_s=1.0)
     with pytest.raises(DrainRefused, match="no decode") as kept:

@@ -17,6 +17,7 @@ from typing import Any
 import aiohttp
 import grpc
 import pytest
+from ready_workers import ready_workers
 from stub_processes import StubRouterService
 from tandem.v1 import worker_pb2, worker_pb2_grpc
 
@@ -133,7 +134,7 @@ async def controller(config: ClusterConfig) -> AsyncIterator[HostController]:
 
 
 def living(controller: HostController) -> set[WorkerRef]:
-    return set(controller._controller._fleet.ready.values())
+    return set(ready_workers(controller._controller._fleet).values())
 
 
 async def heard(registry: Registry, dead: set[WorkerRef]) -> None:

@@ -20,14 +20,15 @@ LAUNCHER = """
 import asyncio, pathlib, sys, time
 from cluster.valkey import EmbeddedValkey
 server = asyncio.run(EmbeddedValkey.start(pathlib.Path(sys.argv[1])))
-print(server.pid, flush=True)
+print(server.port, flush=True)
 time.sleep(60)
 """
 
 
 async def test_it_answers_on_loopback_and_ends(tmp_path: Path) -> None:
     server = await EmbeddedValkey.start(tmp_path / "valkey.log")
-    (process,) = (below for below in processes.descendants(os.getpid()) if below.pid == server.pid)
+    process = processes.listening_on(server.port)
+    assert process is not None and process in processes.descendants(os.getpid())
     client = redis.Redis.from_url(server.url)
     try:
         assert client.ping()
@@ -52,9 +53,9 @@ async def test_it_dies_when_its_launcher_is_killed(tmp_path: Path) -> None:
     command = [sys.executable, "-c", LAUNCHER, str(tmp_path / "valkey.log")]
     launcher = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
     assert launcher.stdout is not None
-    pid = int(await launcher.stdout.readline())
+    port = int(await launcher.stdout.readline())
     (server,) = processes.descendants(launcher.pid)
-    assert server.pid == pid and processes.is_alive(server)
+    assert server == processes.listening_on(port)
     os.kill(launcher.pid, signal.SIGKILL)
     await launcher.wait()
     assert not await processes.wait_gone([server], timeout_s=5.0)

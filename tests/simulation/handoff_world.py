@@ -19,6 +19,7 @@ from core.membership import WorkerRef
 from engine.block_pool import BlockPool
 from kv_transfer.effects import Effect, LeaseConfig, Notify, Push, SourceEnded, TargetFailed, TargetLanded
 from kv_transfer.session import HandoffSessions
+from tests.simulation.locked_blocks import locked_blocks, no_bound
 
 LEASE = LeaseConfig(lease_s=5.0, renew_s=1.0, settle_s=1.0, stop_retry_s=1.0, landed_timeout_s=5.0)
 NUM_BLOCKS = 24
@@ -55,7 +56,7 @@ class Worker:
     sources_ended: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self.sessions = HandoffSessions(self.ref, self.pool, LEASE, self.pool.match)
+        self.sessions = HandoffSessions(self.ref, self.pool, LEASE, self.pool.match, no_bound)
 
 
 class World:
@@ -279,9 +280,8 @@ class World:
         self.at(min(delay_s, LEASE.settle_s * 0.9), arrive)
 
     def check_write(self, target: Worker, push: Push) -> None:
-        session = target.sessions.target.state(push.notice.handoff_id)
-        locked = target.sessions.target.blocks(push.notice.handoff_id)
-        if session is None or not set(push.target_blocks) <= set(locked):
+        locked = locked_blocks(target.sessions.target, push.notice.handoff_id)
+        if not set(push.target_blocks) <= set(locked):
             raise WriteIntoForeignBlock(
                 f"t={self.now:.2f} {push.notice.handoff_id} wrote {push.target_blocks} of {target.ref}: "
                 f"locked for it are {locked}"

@@ -45,6 +45,7 @@ from kv_transfer.session import HandoffSessions
 from prefill_worker.session import LookUpPrefix, PrefillConfig, PrefillSession
 from tests.engine.token_tiers import TokenTiers
 from tests.simulation.chained_kv import ADAPTER, BLOCK_SIZE, LIMITS, ChainMemory, WriteIntoForeignBlock
+from tests.simulation.locked_blocks import locked_blocks, no_bound
 from tests.worker_info import worker_info
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ class Host:
         budget = world.rng.choice([8, 16, 64])
         self.scheduler = Scheduler(SchedulerConfig(budget, 16), self.pool, LIMITS, b"id", _no_watch, adapters=[ADAPTER])
         policy = world.rng.choice(list(LoadFailurePolicy))
-        self.handoffs = HandoffSessions(ref, self.pool, LEASE, self.pool.match, load_failure=policy)
+        self.handoffs = HandoffSessions(ref, self.pool, LEASE, self.pool.match, no_bound, policy)
         self.streams = RouterStreams(self.pool)
         self.role = WorkerRole(role, self.make_session, self.streams.send, self.scheduler, self.handoffs)
         self.info = worker_info(
@@ -438,7 +439,7 @@ class Host:
 
     def write(self, source: Host, push: Push, bad: int) -> None:
         """Bytes come from `source`, those of one block perhaps wrong; no process of ours is asked."""
-        locked = self.handoffs.target.blocks(push.notice.handoff_id)
+        locked = locked_blocks(self.handoffs.target, push.notice.handoff_id)
         if not set(push.target_blocks) <= set(locked):
             raise WriteIntoForeignBlock(f"t={self.world.now:.2f} {push} into {self.ref}: locked for it are {locked}")
         for index, (theirs, ours) in enumerate(zip(push.source_blocks, push.target_blocks, strict=True)):

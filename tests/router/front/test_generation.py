@@ -14,6 +14,7 @@ from front_fakes import MODEL, ByteTokenizer, ScriptedDispatcher, check_grammar,
 from core.errors import BadRequest, Rejected, RejectReason
 from core.request import FinishReason, GenerateRequest, Placement, TokenDelta, WorkUsage
 from router.admission.policy import AdmissionPolicy, DegradePolicy
+from router.front.caller import Caller
 from router.front.errors import edge_error, renamed
 from router.front.generation import Front, TextDelta
 from router.front.intake import INLINE_CHARACTERS, Draft, Intake
@@ -25,7 +26,7 @@ DRAFT = Draft(prompt="hi", model="tiny", request_id="r")
 
 
 async def collect(front: Front, draft: Draft) -> list[TextDelta]:
-    request = await front.prepare(draft)
+    request = await front.prepare(draft, Caller())
     with front.meter(Endpoint.GRPC, draft.request_id) as meter:
         return [delta async for delta in front.generate(request, Placement.AUTO, meter)]
 
@@ -113,17 +114,17 @@ async def test_a_stop_string_counts_as_soon_as_min_tokens_are_out(front: Front, 
 
 
 async def test_a_seed_that_was_not_given_is_drawn_once(front: Front) -> None:
-    seeds = {(await front.prepare(DRAFT)).sampling.seed for _ in range(4)}
+    seeds = {(await front.prepare(DRAFT, Caller())).sampling.seed for _ in range(4)}
     assert len(seeds) == 4
-    assert (await front.prepare(replace(DRAFT, seed=0))).sampling.seed == 0
+    assert (await front.prepare(replace(DRAFT, seed=0), Caller())).sampling.seed == 0
 
 
 async def test_a_prompt_that_just_fits(front: Front) -> None:
     room = MODEL.max_context_tokens
-    assert (await front.prepare(replace(DRAFT, prompt="x" * (room - 1)))).stop.max_tokens == 1
-    assert (await front.prepare(replace(DRAFT, prompt="xx", max_tokens=room - 2))).stop.max_tokens == room - 2
+    assert (await front.prepare(replace(DRAFT, prompt="x" * (room - 1)), Caller())).stop.max_tokens == 1
+    assert (await front.prepare(replace(DRAFT, prompt="xx", max_tokens=room - 2), Caller())).stop.max_tokens == room - 2
     with pytest.raises(BadRequest, match="prompt: 64 tokens"):
-        await front.prepare(replace(DRAFT, prompt="x" * room))
+        await front.prepare(replace(DRAFT, prompt="x" * room), Caller())
 
 
 async def test_a_long_prompt_is_tokenised_off_the_loop() -> None:
@@ -184,13 +185,13 @@ def test_a_renamed_field_keeps_its_path() -> None:
 
 async def test_another_model_answers_under_a_name_while_the_policy_says_so(front: Front) -> None:
     asked = replace(DRAFT, model="tiny-poet")
-    assert (await front.prepare(asked)).adapter is not None
+    assert (await front.prepare(asked, Caller())).adapter is not None
     front.apply(AdmissionPolicy(degrade=DegradePolicy(smaller_model={"tiny-poet": "tiny"})))
-    assert (await front.prepare(asked)).adapter is None
+    assert (await front.prepare(asked, Caller())).adapter is None
     for asked_name, answers in (("tiny-poet", "gpt"), ("gpt", "tiny")):
         policy = AdmissionPolicy(degrade=DegradePolicy(smaller_model={asked_name: answers}))
         with pytest.raises(BadRequest, match=f"smaller_model.{asked_name}.*'gpt' is not served"):
             front.apply(policy)
-    assert (await front.prepare(asked)).adapter is None  # the wrong ones changed nothing
+    assert (await front.prepare(asked, Caller())).adapter is None  # the wrong ones changed nothing
     front.apply(AdmissionPolicy())
-    assert (await front.prepare(asked)).adapter is not None
+    assert (await front.prepare(asked, Caller())).adapter is not None

@@ -38,7 +38,7 @@ class Edge:
     def tokens(self, meter: Meter, *after_s: float) -> None:
         for gap_s in after_s:
             self.now_s += gap_s
-            meter.tokens(1)
+            meter.tokens(1, choice=0)
 
     def count(self, name: str, **labels: str) -> tuple[int, int]:
         """Kept, and not kept."""
