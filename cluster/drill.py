@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import secrets
 import signal
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -19,7 +18,8 @@ import aiohttp
 from tandem.v1 import worker_pb2
 
 from cluster import processes
-from cluster.api_key import key_headers, refusal
+from cluster.api_key import key_headers
+from cluster.completion import PROMPT, completion
 from cluster.http_reply import first_model
 from cluster.self_check import settled_blocks
 from cluster.status_client import fetch_status
@@ -31,7 +31,6 @@ NUM_TOKENS: Final = 200
 POLL_S: Final = 0.02
 REQUEST_TIMEOUT_S: Final = 180.0
 RETURN_TIMEOUT_S: Final = 120.0
-PROMPT: Final = "The capital of France is"
 LINE: Final = "{number}. A prompt that takes its time to compute and to move.\n"
 LINE_TOKENS: Final = 18  # at most, of the default model's tokenizer
 MOST_LINES: Final = 120
@@ -183,27 +182,12 @@ class Drill:
         return f"{equal} of {equal} streams equal, longest gap {max(it.longest_gap_s for it in streams):.2f} s"
 
     async def _follow(self, stream: _Stream, prompt: str = PROMPT, prefill: str = "auto") -> None:
-        """One greedy completion. Its own salt keeps every prefix cache out of it."""
-        body = {
-            "model": self._model,
-            "prompt": prompt,
-            "max_tokens": NUM_TOKENS,
-            "temperature": 0,
-            "ignore_eos": True,
-            "stream": True,
-            "return_token_ids": True,
-            "cache_salt": secrets.token_hex(8),
-            "tandem": {"prefill": prefill},
-        }
-        try:
-            async with self._session.post(f"{self._target.http_url}/v1/completions", json=body) as response:
-                if response.status != 200:
-                    raise CommandFailed(f"a request was refused: {refusal(response.status, await response.text())}")
-                async for line in response.content:
-                    if line.startswith(b"data: {"):
-                        _read(json.loads(line[6:]), stream)
-        except (aiohttp.ClientError, TimeoutError) as error:
-            raise CommandFailed(f"a request broke off: {type(error).__name__}: {error}") from error
+        """One greedy completion."""
+        url, model = self._target.http_url, self._model
+        async with completion(self._session, url, model, prompt, prefill, NUM_TOKENS, stream=True) as response:
+            async for line in response.content:
+                if line.startswith(b"data: {"):
+                    _read(json.loads(line[6:]), stream)
 
     async def _decodes(self) -> list[Any]:
         status = await fetch_status(self._target.registry)

@@ -5,14 +5,14 @@ decode worker, must give the same tokens; the KV must really have moved; and no 
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
 from dataclasses import dataclass
 from typing import Any, Final
 
 import aiohttp
 
-from cluster.api_key import key_headers, refusal
+from cluster.api_key import key_headers
+from cluster.completion import PROMPT, completion
 from cluster.status_client import fetch_status
 from core.errors import CommandFailed
 
@@ -23,11 +23,11 @@ POLL_S: Final = 0.05
 REPORT_PERIOD_S: Final = 1.1  # an idle worker reports its load once a second: a zero must outlive an old report
 
 _LONG: Final = "".join(f"{number}. Prefill computes a prompt; decode continues it.\n" for number in range(1, 41))
-PROMPTS: Final = ("The capital of France is", "def fibonacci(n):\n    ", _LONG)  # the last one: about 600 tokens
+PROMPTS: Final = (PROMPT, "def fibonacci(n):\n    ", _LONG)  # the last one: about 600 tokens
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class Completion:
     """One completion, as far as the check reads it."""
 
     token_ids: tuple[int, ...]
@@ -91,10 +91,10 @@ async def check_parity(http_url: str, registry_address: str, model: str) -> Pari
     return parity
 
 
-async def check_request(http_url: str, model: str, max_tokens: int = MAX_TOKENS) -> Answer:
+async def check_request(http_url: str, model: str, max_tokens: int = MAX_TOKENS) -> Completion:
     """One request by the router's own choice. Raises: CommandFailed."""
     async with _session() as session:
-        answer = await complete(session, http_url, model, PROMPTS[0], "auto", max_tokens)
+        answer = await complete(session, http_url, model, PROMPT, "auto", max_tokens)
     if not answer.token_ids:
         raise CommandFailed("a request gave no tokens")
     return answer
@@ -102,26 +102,10 @@ async def check_request(http_url: str, model: str, max_tokens: int = MAX_TOKENS)
 
 async def complete(
     session: aiohttp.ClientSession, http_url: str, model: str, prompt: str, prefill: str, max_tokens: int = MAX_TOKENS
-) -> Answer:
-    """One greedy completion. Its own salt keeps every prefix cache out of it."""
-    body = {
-        "model": model,
-        "prompt": prompt,
-        "max_tokens": max_tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-        "return_token_ids": True,
-        "cache_salt": secrets.token_hex(8),
-        "tandem": {"prefill": prefill},
-    }
-    try:
-        async with session.post(f"{http_url}/v1/completions", json=body) as response:
-            if response.status != 200:
-                raise CommandFailed(f"{prefill} prefill: {refusal(response.status, await response.text())}")
-            reply = await response.json()
-    except (aiohttp.ClientError, TimeoutError) as error:
-        raise CommandFailed(f"{prefill} prefill: {type(error).__name__}: {error}") from error
-    return _read_answer(reply)
+) -> Completion:
+    """One greedy completion. Raises: CommandFailed."""
+    async with completion(session, http_url, model, prompt, prefill, max_tokens) as response:
+        return _read_completion(await response.json())
 
 
 async def settled_blocks(registry_address: str) -> int:
@@ -153,10 +137,10 @@ def _session() -> aiohttp.ClientSession:
     return aiohttp.ClientSession(headers=key_headers(), timeout=aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S))
 
 
-def _read_answer(reply: dict[str, Any]) -> Answer:
+def _read_completion(reply: dict[str, Any]) -> Completion:
     try:
         moved = reply["usage"].get("tandem", {})
-        return Answer(
+        return Completion(
             token_ids=tuple(reply["choices"][0]["token_ids"]),
             kv_blocks_moved=int(moved.get("kv_blocks_moved", 0)),
             kv_bytes_moved=int(moved.get("kv_bytes_moved", 0)),
@@ -165,7 +149,7 @@ def _read_answer(reply: dict[str, Any]) -> Answer:
         raise CommandFailed(f"the reply lacks {error}: {str(reply)[:500]}") from error
 
 
-def _side_by_side(one: Answer, other: Answer) -> list[tuple[int | None, int | None]]:
+def _side_by_side(one: Completion, other: Completion) -> list[tuple[int | None, int | None]]:
     """Tokens by position; a missing one counts as different."""
     length = max(len(one.token_ids), len(other.token_ids))
     padded = [[*answer.token_ids, *[None] * (length - len(answer.token_ids))] for answer in (one, other)]

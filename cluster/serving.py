@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Final
 
 from cluster.actors import ProcessPaths
 from cluster.api_key import VARIABLE, key_headers
+from cluster.completion import PROMPT
 from cluster.config import ClusterConfig
 from cluster.folders import RunFolders
 from cluster.launcher import Launcher
@@ -16,8 +16,6 @@ from cluster.progress import Progress
 from cluster.self_check import check_parity, check_request
 from cluster.status_client import fetch_status
 from cluster.supervisor import run_until_signal
-
-PROMPT: Final = "The capital of France is"
 
 
 def serve(

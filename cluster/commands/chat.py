@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from cluster.api_key import VARIABLE
+from cluster.commands import flags
 from cluster.http_reply import HttpReply, first_model
 from core.errors import CommandFailed
 
@@ -25,7 +26,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     parser.add_argument("--message", metavar="TEXT", help="ask this one thing, print the answer, end")
     parser.add_argument("--system", metavar="TEXT", help="the system message (default: the model's own)")
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="the HTTP front (default: %(default)s)")
+    flags.add_url(parser)
     parser.add_argument("--model", metavar="NAME", help="the served model (default: the first that the front names)")
     parser.add_argument(
         "--max-tokens", type=int, default=256, metavar="N", help="most tokens of an answer (default: %(default)s)"

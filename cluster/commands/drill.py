@@ -6,6 +6,7 @@ import argparse
 import asyncio
 
 from cluster.api_key import VARIABLE
+from cluster.commands import flags
 from core.errors import BadRequest
 
 
@@ -20,10 +21,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         f"{VARIABLE} in the environment is the key, where one is needed.",
     )
     parser.add_argument("--yes", action="store_true", help="really do it; streams of other clients pause meanwhile")
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="the HTTP front (default: %(default)s)")
-    address, default = "HOST:PORT", "(default: %(default)s)"
-    parser.add_argument("--registry", default="127.0.0.1:50052", metavar=address, help=f"a router's registry {default}")
-    parser.add_argument("--controller", default="127.0.0.1:50053", metavar=address, help=f"the controller {default}")
+    flags.add_url(parser)
+    text = "a router's registry (default: %(default)s)"
+    parser.add_argument("--registry", default="127.0.0.1:50052", metavar="HOST:PORT", help=text)
+    flags.add_controller_address(parser)
     parser.set_defaults(run=run)
 
 

@@ -139,6 +139,11 @@ def add_flag(parser: argparse.ArgumentParser, field: str, text: str, **options: 
     parser.add_argument(flag_of(field), dest=field, help=text + default, **options)
 
 
+def add_url(parser: argparse.ArgumentParser) -> None:
+    """Where a router is called: `url`."""
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="the HTTP front (default: %(default)s)")
+
+
 def add_registry(parser: argparse.ArgumentParser) -> None:
     """Where routers are asked: `registry`."""
     parser.add_argument(
