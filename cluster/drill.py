@@ -189,7 +189,7 @@ class Drill:
                 if line.startswith(b"data: {"):
                     _read(json.loads(line[6:]), stream)
 
-    async def _decodes(self) -> list[Any]:
+    async def _decodes(self) -> list[worker_pb2.WorkerStatus]:
         status = await fetch_status(self._target.registry)
         return [item for item in status.workers if item.worker.role == worker_pb2.ROLE_DECODE]
 
@@ -201,9 +201,9 @@ def _read(chunk: dict[str, Any], stream: _Stream) -> None:
         stream.add(choice.get("token_ids", []))
 
 
-def _is_next_life(item: Any, before: Any) -> bool:
+def _is_next_life(item: worker_pb2.WorkerStatus, before: worker_pb2.WorkerInfo) -> bool:
     now, then = item.worker.ref, before.ref
-    return bool(now.worker_id == then.worker_id and now.incarnation != then.incarnation and item.life == Life.READY)
+    return now.worker_id == then.worker_id and now.incarnation != then.incarnation and item.life == Life.READY
 
 
 def _process_at(address: str) -> processes.Process:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import aiohttp
+from tandem.v1 import worker_pb2
 
 from cluster.api_key import key_headers
 from cluster.completion import PROMPT, completion
@@ -127,7 +128,7 @@ async def settled_blocks(registry_address: str) -> int:
         await asyncio.sleep(POLL_S)
 
 
-def _lane(status: Any) -> str:
+def _lane(status: worker_pb2.GetStatusResponse) -> str:
     """The lane that the workers' probes found (kv_transfer/nixl_probe.py); several if they differ."""
     lanes = {peer.lane for item in status.workers for peer in item.peers}
     return "+".join(sorted(lanes)) or "unknown"

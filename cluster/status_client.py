@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 import grpc
 from tandem.v1 import worker_pb2, worker_pb2_grpc
@@ -19,22 +19,25 @@ from kv_transfer.membership_codec import encode_ref
 TIMEOUT_S: Final = 5.0
 
 
-async def fetch_status(address: str) -> Any:
-    """A tandem.v1.GetStatusResponse. Raises: Unreachable."""
+async def fetch_status(address: str) -> worker_pb2.GetStatusResponse:
+    """Raises: Unreachable."""
     async with open_channel(address) as channel:
         try:
             stub = worker_pb2_grpc.RouterServiceStub(channel)
-            return await stub.GetStatus(worker_pb2.GetStatusRequest(), timeout=TIMEOUT_S)
+            status: worker_pb2.GetStatusResponse = await stub.GetStatus(
+                worker_pb2.GetStatusRequest(), timeout=TIMEOUT_S
+            )
+            return status
         except grpc.aio.AioRpcError as error:
             raise _unreachable(address, error) from None
 
 
-async def fetch_all(names: Sequence[str]) -> dict[str, Any]:
+async def fetch_all(names: Sequence[str]) -> dict[str, worker_pb2.GetStatusResponse | None]:
     """What each router says, by its address; None where one does not answer.
 
     Raises: Unreachable: none does. BadRequest: a name is no host:port.
     """
-    statuses: dict[str, Any] = {}
+    statuses: dict[str, worker_pb2.GetStatusResponse | None] = {}
     failure = Unreachable("no router has an address")
     for name in names:
         try:
@@ -64,7 +67,7 @@ def _unreachable(address: str, error: grpc.aio.AioRpcError) -> Unreachable:
     return Unreachable(f"router at {address}: {grpc_failure(error, address, 'registry_port')}")
 
 
-def missing(status: Any, config: ClusterConfig) -> str:
+def missing(status: worker_pb2.GetStatusResponse, config: ClusterConfig) -> str:
     """What a full cluster still lacks in the router's view; empty when nothing."""
     ready = {item.worker.ref.worker_id: item for item in status.workers if item.life == Life.READY}
     absent = [worker_id for worker_id, _ in config.roles if worker_id not in ready]
@@ -80,5 +83,5 @@ def missing(status: Any, config: ClusterConfig) -> str:
     return f"{', '.join(unconnected)} not connected" if unconnected else ""
 
 
-def _peers(item: Any) -> set[str]:
+def _peers(item: worker_pb2.WorkerStatus) -> set[str]:
     return {peer.peer.worker_id for peer in item.peers}

@@ -5,9 +5,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import TYPE_CHECKING, Final
 
 from cluster.commands import flags
+
+if TYPE_CHECKING:  # the other commands start sooner without protobuf
+    from tandem.v1.worker_pb2 import GetStatusResponse, WorkerStatus
 
 COLUMNS: Final = (
     "WORKER", "ROLE", "LIFE", "ADDRESS", "METRICS", "RUNNING", "WAITING", "USED", "FREE", "QUARANTINED", "PEERS"
@@ -44,9 +47,9 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def table(statuses: Mapping[str, Any]) -> str:
+def table(statuses: Mapping[str, GetStatusResponse | None]) -> str:
     """One row a worker, then each router's own counts. `statuses`: by address; None: it does not answer."""
-    workers: dict[str, Any] = {}
+    workers: dict[str, WorkerStatus] = {}
     for status in filter(None, statuses.values()):
         for item in status.workers:
             workers.setdefault(item.worker.ref.worker_id, item)
@@ -54,22 +57,22 @@ def table(statuses: Mapping[str, Any]) -> str:
     widths = [max(len(row[index]) for row in rows) for index in range(len(COLUMNS))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     if len(statuses) == 1:
-        return "\n".join([*lines, *map(_counts, statuses.values())])
+        return "\n".join([*lines, *map(_counts, filter(None, statuses.values()))])
     return "\n".join([*lines, *(f"router {address}: {_seen(status)}" for address, status in statuses.items())])
 
 
-def _seen(status: Any) -> str:
+def _seen(status: GetStatusResponse | None) -> str:
     if status is None:
         return "does not answer"
     num_ready = sum(item.life == "ready" for item in status.workers)
     return f"ready workers: {num_ready} of {len(status.workers)}, {_counts(status)}"
 
 
-def _counts(status: Any) -> str:
+def _counts(status: GetStatusResponse) -> str:
     return f"open requests: {status.open_requests}, queued: {status.queued_requests}"
 
 
-def _row(item: Any) -> tuple[str, ...]:
+def _row(item: WorkerStatus) -> tuple[str, ...]:
     worker, load = item.worker, item.load
     peers = ", ".join(f"{peer.peer.worker_id} ({peer.lane}, {peer.probe_gbps:.1f} GB/s)" for peer in item.peers)
     counts = (load.running_requests, load.waiting_requests, load.used_blocks, load.free_blocks, load.quarantined_blocks)
