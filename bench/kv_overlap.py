@@ -35,7 +35,7 @@ from engine.loop import EngineLoop, StepReport
 from engine.step import Progress
 from kv_transfer.checksum import BlockChecksums
 from kv_transfer.credit import PushCredit
-from kv_transfer.driver import HandoffDriver, Outcome
+from kv_transfer.driver import HandoffDriver, HandoffOutcome
 from kv_transfer.effects import LeaseConfig, TargetLanded
 from kv_transfer.nixl import NixlTransport
 from kv_transfer.pace import TransferPace
@@ -81,7 +81,7 @@ async def be_target() -> None:
     memory, pool = MemoryPool((blocks.ctypes.data,), NUM_BLOCKS, block_bytes), BlockPool(NUM_BLOCKS)
     transport = NixlTransport(WorkerRef("decode-0", str(os.getpid())), identity, memory)
 
-    def ended(outcome: Outcome) -> None:
+    def ended(outcome: HandoffOutcome) -> None:
         landed_s = time.monotonic()
         assert isinstance(outcome, TargetLanded) and outcome.num_intact == len(outcome.blocks), outcome
         pool.release(outcome.blocks)

@@ -18,7 +18,7 @@ from cluster.burial import Bury, Location
 from cluster.config import ClusterConfig
 from cluster.fleet import (
     DrainRefused,
-    DrainWorker,
+    EndWorker,
     Effect,
     Event,
     Fleet,
@@ -167,7 +167,7 @@ class Controller:
                     logger, worker_id=ref.worker_id, state="stands in" if to is Role.DECODE else "goes back", role=to
                 )
                 self._lives.create_task(self._switch(ref, to))
-            case DrainWorker(ref):
+            case EndWorker(ref):
                 self._lives.create_task(self._drain_and_end(self._actors[ref]))
             case ForgetWorker(ref):
                 actor, location = self._actors.pop(ref), self._locations.pop(ref, None)

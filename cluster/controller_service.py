@@ -54,7 +54,7 @@ class ControllerServicer(pb_grpc.ControllerServiceServicer):
         return pb.DrainWorkerResponse(outcome=outcome, message=message, duration_s=time.monotonic() - started_s)
 
 
-async def serve_controller(controller: Controller, config: ClusterConfig) -> grpc.aio.Server:
+async def listen_controller(controller: Controller, config: ClusterConfig) -> grpc.aio.Server:
     """Listen; the caller stops it. Raises: BadRequest: the address cannot be listened on."""
     server = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
     pb_grpc.add_ControllerServiceServicer_to_server(ControllerServicer(controller, config.drain_timeout_s), server)

@@ -69,7 +69,7 @@ class StartWorker:
 
 
 @dataclass(frozen=True, slots=True)
-class DrainWorker:
+class EndWorker:
     """Let the worker finish what it has, then end it; its end comes back as WorkerDied."""
 
     ref: WorkerRef
@@ -99,7 +99,7 @@ class WakeAt:
 
 
 Event = WorkerStarted | StartFailed | WorkerDied | Wake | StopAsked
-Effect = StartWorker | DrainWorker | SwitchRole | ForgetWorker | WakeAt
+Effect = StartWorker | EndWorker | SwitchRole | ForgetWorker | WakeAt
 
 
 class RefusalReason(StrEnum):
@@ -299,7 +299,7 @@ class Fleet:
                 continue
             if place.life is not Life.STARTING:
                 place.life = Life.DRAINING  # as it is when it drains for another role
-                effects.append(DrainWorker(place.ref))
+                effects.append(EndWorker(place.ref))
             else:
                 effects.append(ForgetWorker(place.ref, "stopped while starting"))
                 place.life, place.ref = next_life(place.worker_id, place.life, Life.GONE), None

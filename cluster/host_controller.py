@@ -23,7 +23,7 @@ from cluster.actors import ProcessPaths, ServingWorker, WorkerActor
 from cluster.burial import HostBurial
 from cluster.config import ClusterConfig, worker_config
 from cluster.controller import Controller
-from cluster.controller_service import serve_controller
+from cluster.controller_service import listen_controller
 from cluster.death_notices import DeathNotices
 from cluster.fleet import Event, Fleet, StartFailed, StartWorker, WorkerDied, WorkerStarted
 from cluster.progress import Progress
@@ -57,7 +57,7 @@ class HostController:
     async def run(self, stop: asyncio.Event) -> None:
         """All of it, until `stop` is set. Raises: BadRequest, CommandFailed, or the error that ended it."""
         probes = await self._answer_probes()
-        service = await serve_controller(self._controller, self._config)
+        service = await listen_controller(self._controller, self._config)
         working, stopping = asyncio.create_task(self._work()), asyncio.create_task(stop.wait())
         try:
             await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)

@@ -25,7 +25,7 @@ from cluster.actors import ProcessPaths, RouterActor, WorkerActor
 from cluster.burial import bury_here
 from cluster.config import ClusterConfig, router_config, worker_config
 from cluster.controller import Controller
-from cluster.controller_service import serve_controller
+from cluster.controller_service import listen_controller
 from cluster.death_notices import DeathNotices
 from cluster.fleet import Event, Fleet, StartFailed, StartWorker, WorkerDied, WorkerStarted
 from cluster.folders import RunFolders
@@ -110,7 +110,7 @@ class Launcher:
                 self._keep(router.run())
             self._controlling = self._keep(self._controller.run())
             self._keep(self._deaths.run())
-            self._service = await serve_controller(self._controller, self._config)
+            self._service = await listen_controller(self._controller, self._config)
             await asyncio.gather(self._started.wait(), *(router.started.wait() for router in self._routers))
         async with self._progress.step("connecting workers"):
             await asyncio.gather(*map(self._connected, self._config.registry_addresses))

@@ -29,7 +29,7 @@ from telemetry.tasks import BackgroundTasks
 logger = logging.getLogger(__name__)
 
 Clock = Callable[[], float]
-Outcome = SourceEnded | TargetLanded | TargetFailed
+HandoffOutcome = SourceEnded | TargetLanded | TargetFailed
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class HandoffDriver:
         transport: Transport,
         sessions: HandoffSessions,
         clock: Clock,
-        on_outcome: Callable[[Outcome], None],
+        on_outcome: Callable[[HandoffOutcome], None],
         on_broken: Callable[[BaseException], None],
         credit: PushCredit,
         pace: TransferPace,

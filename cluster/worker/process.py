@@ -36,7 +36,7 @@ from cluster.worker.traces import WorkerTraces
 from cluster.worker.transfer import build_transfer
 from core.membership import Role, WorkerInfo, WorkerLoad, WorkerRef
 from engine.gpu.device import gpu_uuid
-from kv_transfer.driver import Outcome, PushReport
+from kv_transfer.driver import HandoffOutcome, PushReport
 from kv_transfer.prefix_index import NoPrefixIndex, PrefixIndex, RedisPrefixIndex
 from telemetry.energy import gpu_energy
 from telemetry.logs import log_state
@@ -212,7 +212,7 @@ class WorkerProcess:
 
     # --- what the transfer says -----------------------------------------------------------------------------------
 
-    def _handoff_ended(self, outcome: Outcome) -> None:
+    def _handoff_ended(self, outcome: HandoffOutcome) -> None:
         self._requests.handoff_ended(outcome)  # which are made of the transfer, so after it
 
     def _pushed(self, push: PushReport) -> None:

@@ -32,7 +32,7 @@ from decode_worker.service import DecodeService
 from decode_worker.session import DecodeConfig, DecodeSession
 from engine.loop import EngineLoop, StepReport
 from engine.step import Progress
-from kv_transfer.driver import Outcome
+from kv_transfer.driver import HandoffOutcome
 from kv_transfer.prefix_index import PrefixIndex
 from prefill_worker.service import PrefillService
 from prefill_worker.session import PrefillConfig, PrefillSession
@@ -95,7 +95,7 @@ class Requests:
         self._streams.send(self.role.state(time.monotonic()))
         self.say(())
 
-    def handoff_ended(self, outcome: Outcome) -> None:
+    def handoff_ended(self, outcome: HandoffOutcome) -> None:
         """As the driver says it."""
         self.role.service.handoff_ended(outcome)
         self._traces.handoff_ended(outcome)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from core.membership import WorkerRef
 from core.messages import Answer, Refused, ReserveBlocks, Reserved, StartGeneration, StartPrefill
 from engine.step import Progress
-from kv_transfer.driver import Outcome
+from kv_transfer.driver import HandoffOutcome
 from kv_transfer.effects import SourceEnded, TargetFailed, TargetLanded
 from telemetry.open_tracer import close_tracer
 
@@ -62,7 +62,7 @@ class WorkerTraces:
             case Refused(attempt_id, reason, message):
                 self.end(attempt_id, f"{reason}: {message}" if message else reason.value)
 
-    def handoff_ended(self, outcome: Outcome) -> None:
+    def handoff_ended(self, outcome: HandoffOutcome) -> None:
         match outcome:
             case TargetLanded(handoff_id, blocks):
                 self._leave(handoff_id, "receive", num_blocks=len(blocks))

@@ -14,7 +14,7 @@ from cluster.worker.kv_memory import TensorMemory, memory_of
 from core.membership import WorkerRef
 from kv_transfer.checksum import BlockChecksums
 from kv_transfer.credit import PushCredit
-from kv_transfer.driver import HandoffDriver, Outcome
+from kv_transfer.driver import HandoffDriver, HandoffOutcome
 from kv_transfer.effects import LeaseConfig, LoadFailurePolicy
 from kv_transfer.faults import FaultyTransport, TransportFaults
 from kv_transfer.nixl import NixlConfig, NixlTransport
@@ -40,7 +40,7 @@ def build_transfer(
     config: WorkerConfig,
     me: WorkerRef,
     engine: Engine,
-    on_outcome: Callable[[Outcome], None],
+    on_outcome: Callable[[HandoffOutcome], None],
     on_broken: Callable[[BaseException], None],
 ) -> Transfer:
     """Over the pool of `engine`, which must outlive it."""

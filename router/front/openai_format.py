@@ -111,8 +111,8 @@ class CompletionShape:
         }
 
 
-class Answer:
-    """One request's answer: the same head on every object of it."""
+class Reply:
+    """To one request: the same head on every object of it."""
 
     def __init__(
         self,

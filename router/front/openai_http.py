@@ -25,7 +25,7 @@ from router.front.errors import EdgeError, edge_error, renamed
 from router.front.generation import Front, TextDelta
 from router.front.intake import MODEL_NOT_FOUND
 from router.front.meter import Endpoint, Meter
-from router.front.openai_format import DONE_FRAME, Answer, ChatShape, CompletionShape, Shape, frame, model_objects
+from router.front.openai_format import DONE_FRAME, ChatShape, CompletionShape, Reply, Shape, frame, model_objects
 from router.front.openai_parse import BODY, parse_body
 from router.front.openai_schema import Body, ChatBody, CompletionBody
 from router.front.readiness import Readiness
@@ -121,18 +121,18 @@ class OpenAiEndpoints:
         )
         request = await self._front.prepare(draft, caller)
         created_s = int(self._front.wall_clock())
-        answer = Answer(shape, self._front.model, body, self._front.speller, request, created_s)
+        reply = Reply(shape, self._front.model, body, self._front.speller, request, created_s)
         async with aclosing(self._front.generate(request, body.placement, meter, caller.max_ttft_s)) as deltas:
             if body.streamed:
-                return await self._stream(http, body, request, answer, deltas, meter)
-            return await self._whole(body, request, answer, deltas)
+                return await self._stream(http, body, request, reply, deltas, meter)
+            return await self._whole(body, request, reply, deltas)
 
     def _caller(self, http: web.Request) -> Caller:
         key, patience = (only(name, http.headers.getall(name, [])) for name in (AUTHORIZATION, SLO_TTFT))
         return self._front.caller(key, patience)
 
     async def _whole(
-        self, body: Body, request: GenerateRequest, answer: Answer, deltas: AsyncGenerator[TextDelta, None]
+        self, body: Body, request: GenerateRequest, reply: Reply, deltas: AsyncGenerator[TextDelta, None]
     ) -> web.Response:
         outputs = [WholeOutput() for _ in range(request.num_choices)]
         scores: PromptLogprobs | None = None
@@ -142,9 +142,9 @@ class OpenAiEndpoints:
             if delta.last:
                 best = best_of(outputs, body.num_returned)
                 if scores is None:
-                    return web.json_response(answer.whole(best, delta.usage))
+                    return web.json_response(reply.whole(best, delta.usage))
                 # Spelling them may take half a second, which must not hold up every open stream.
-                whole = await asyncio.to_thread(answer.whole_json, best, delta.usage, scores)
+                whole = await asyncio.to_thread(reply.whole_json, best, delta.usage, scores)
                 return web.json_response(text=whole)
         raise AssertionError("Front.generate ends with a finish reason or an error")
 
@@ -153,16 +153,16 @@ class OpenAiEndpoints:
         http: web.Request,
         body: Body,
         request: GenerateRequest,
-        answer: Answer,
+        reply: Reply,
         deltas: AsyncGenerator[TextDelta, None],
         meter: Meter,
     ) -> web.StreamResponse:
         first = await anext(deltas)
         response = web.StreamResponse(headers={**STREAM_HEADERS, REQUEST_ID_HEADER: request.request_id})
         await response.prepare(http)
-        await response.write(answer.opening_frames(first.usage) + answer.delta_frames(first))
+        await response.write(reply.opening_frames(first.usage) + reply.delta_frames(first))
         try:
-            last = await _write_rest(response, answer, first, deltas)
+            last = await _write_rest(response, reply, first, deltas)
         except ConnectionError:
             raise  # the client left: nobody reads an error frame
         except Exception as error:
@@ -170,19 +170,19 @@ class OpenAiEndpoints:
             await response.write(frame(_seen(told).openai_body()) + DONE_FRAME)
             meter.failed(error)
         else:
-            await response.write(answer.usage_frames(last.usage) + DONE_FRAME)
+            await response.write(reply.usage_frames(last.usage) + DONE_FRAME)
         await response.write_eof()
         return response
 
 
 async def _write_rest(
-    response: web.StreamResponse, answer: Answer, first: TextDelta, deltas: AsyncGenerator[TextDelta, None]
+    response: web.StreamResponse, reply: Reply, first: TextDelta, deltas: AsyncGenerator[TextDelta, None]
 ) -> TextDelta:
     """Write the deltas after the first one; returns the last."""
     last = first
     async for delta in deltas:
         last = delta
-        frames = answer.delta_frames(delta)
+        frames = reply.delta_frames(delta)
         if frames:
             await response.write(frames)
     return last

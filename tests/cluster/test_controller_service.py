@@ -11,7 +11,7 @@ import pytest
 from cluster import controller_client
 from cluster.config import ClusterConfig
 from cluster.controller_client import Drained, drain_worker
-from cluster.controller_service import OUTCOMES, serve_controller
+from cluster.controller_service import OUTCOMES, listen_controller
 from cluster.fleet import DrainRefused, RefusalReason
 from cluster.free_ports import free_ports
 from core.errors import BadRequest, Unreachable
@@ -40,7 +40,7 @@ async def served(tmp_path: Any) -> AsyncIterator[tuple[Controller, str]]:
     (port,) = free_ports(1)
     config = ClusterConfig(tmp_path, controller_port=port, drain_timeout_s=7.0)
     controller = Controller()
-    server = await serve_controller(controller, config)  # type: ignore[arg-type]
+    server = await listen_controller(controller, config)  # type: ignore[arg-type]
     yield controller, config.controller_address
     await server.stop(None)
 
@@ -91,5 +91,5 @@ async def test_nobody_there_and_an_address_in_use_are_named(served: tuple[Contro
         await drain_worker("127.0.0.1:9", "decode-1", None, force=False, timeout_s=0.0)
     config = ClusterConfig(tmp_path, controller_port=int(address.rpartition(":")[2]))
     with pytest.raises(BadRequest) as caught:
-        await serve_controller(Controller(), config)  # type: ignore[arg-type]
+        await listen_controller(Controller(), config)  # type: ignore[arg-type]
     assert caught.value.field == "controller_port"

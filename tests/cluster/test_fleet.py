@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from cluster.backoff import Backoff
 from cluster.fleet import (
     DrainRefused,
-    DrainWorker,
+    EndWorker,
     Effect,
     Event,
     Fleet,
@@ -107,7 +107,7 @@ def test_stop_drains_the_ready_kills_the_starting_and_replaces_nobody() -> None:
     fleet = make_fleet()
     prefill, decode = started(fleet.step(Wake(), 0.0))
     fleet.step(WorkerStarted(decode), 1.0)
-    assert fleet.step(StopAsked(), 2.0) == [ForgetWorker(prefill, "stopped while starting"), DrainWorker(decode)]
+    assert fleet.step(StopAsked(), 2.0) == [ForgetWorker(prefill, "stopped while starting"), EndWorker(decode)]
     assert fleet.step(StopAsked(), 2.0) == []
     assert fleet.step(WorkerDied(decode, "ended"), 3.0) == [ForgetWorker(decode, "ended")]
     assert fleet.step(Wake(), 1000.0) == []
@@ -242,7 +242,7 @@ def test_a_drained_worker_takes_nothing_until_it_is_put_back_or_replaced() -> No
 def test_a_stop_takes_over_from_a_drain() -> None:
     fleet, refs = ready_fleet()
     fleet.drain("decode-1", Role.PREFILL, force=False)
-    assert DrainWorker(refs["decode-1"]) in fleet.step(StopAsked(), 2.0)
+    assert EndWorker(refs["decode-1"]) in fleet.step(StopAsked(), 2.0)
     fleet.drained(refs["decode-1"], Role.PREFILL, done=False)
     assert fleet.lives["decode-1"] is Life.DRAINING
 

@@ -12,7 +12,7 @@ import pytest
 from tandem.v1 import worker_pb2, worker_pb2_grpc
 
 from cluster.config import ClusterConfig
-from cluster.controller_service import serve_controller
+from cluster.controller_service import listen_controller
 from cluster.fleet import DrainRefused, RefusalReason
 from cluster.free_ports import free_ports
 from cluster.leave import is_own, keep_asking, leave
@@ -67,7 +67,7 @@ async def cluster(tmp_path: Path) -> AsyncIterator[Cluster]:
     controller, registry = Controller(), Registry(here="127.0.0.1:1", there=ELSEWHERE)
     (port,) = free_ports(1)
     config = ClusterConfig(tmp_path, controller_port=port)
-    served = await serve_controller(controller, config)  # type: ignore[arg-type]
+    served = await listen_controller(controller, config)  # type: ignore[arg-type]
     server = grpc.aio.server()
     worker_pb2_grpc.add_RouterServiceServicer_to_server(registry, server)
     registry_port = server.add_insecure_port("127.0.0.1:0")

@@ -14,7 +14,7 @@ from core.errors import InvariantBroken
 from engine.block_pool import BlockPool
 from kv_transfer.checksum import BlockChecksums
 from kv_transfer.credit import PushCredit
-from kv_transfer.driver import HandoffDriver, Outcome, PushReport
+from kv_transfer.driver import HandoffDriver, HandoffOutcome, PushReport
 from kv_transfer.effects import LeaseConfig, LoadFailurePolicy, SourceEnded, TargetFailed, TargetLanded
 from kv_transfer.faults import FaultyTransport, TransportFaults
 from kv_transfer.pace import TransferPace
@@ -30,7 +30,7 @@ class Side:
     pool: BlockPool
     sessions: HandoffSessions
     driver: HandoffDriver
-    outcomes: list[Outcome]
+    outcomes: list[HandoffOutcome]
     pushes: list[PushReport] = field(default_factory=list)
     whole: list[bool] = field(default_factory=list)
     landed_s: list[float] = field(default_factory=list)
@@ -42,7 +42,7 @@ def make_side(ends: Ends, worker_id: str, policy: LoadFailurePolicy, checks: boo
         end.blocks[block] = block + 1
     pool, pace = BlockPool(NUM_BLOCKS), TransferPace(BLOCK_BYTES)
     sessions = HandoffSessions(end.ref, pool, LeaseConfig(), pool.match, pace.bound_s, policy)
-    outcomes: list[Outcome] = []
+    outcomes: list[HandoffOutcome] = []
 
     def broken(error: BaseException) -> None:
         raise error

@@ -35,7 +35,7 @@ from engine.scheduler import Scheduler
 from engine.scheduler_config import SchedulerConfig
 from kv_transfer.checksum import BlockChecksums
 from kv_transfer.credit import PushCredit
-from kv_transfer.driver import HandoffDriver, Outcome, PushReport
+from kv_transfer.driver import HandoffDriver, HandoffOutcome, PushReport
 from kv_transfer.effects import LeaseConfig, LoadFailurePolicy
 from kv_transfer.faults import FaultyTransport, TransportFaults
 from kv_transfer.nixl import NixlConfig, NixlTransport
@@ -291,7 +291,7 @@ class SoakWorker:
     def wake(self) -> None:
         self.work.set()
 
-    def handoff_ended(self, outcome: Outcome) -> None:
+    def handoff_ended(self, outcome: HandoffOutcome) -> None:
         self.service.handoff_ended(outcome)
 
     async def step_forever(self) -> None:

@@ -11,7 +11,7 @@ import sys
 from dataclasses import dataclass, replace
 
 from cluster.fleet import (
-    DrainWorker,
+    EndWorker,
     Event,
     Fleet,
     ForgetWorker,
@@ -76,7 +76,7 @@ class KillWorld(World):
                     self.at(self._draw.uniform(0.1, 1.0), lambda ref=ref: self.report_death(ref))  # type: ignore[misc]
                 case WakeAt(at_s):
                     self.at(at_s - self.now, lambda: self.keep(Wake()))
-                case DrainWorker():
+                case EndWorker():
                     raise AssertionError("nobody stops")
 
     def begin(self, ref: WorkerRef, role: Role) -> None:
