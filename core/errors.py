@@ -11,7 +11,7 @@ TandemError
 ├── Unreachable       ask again, or another: a router or controller does not answer
 ├── CommandFailed     tell the user, who finds in the message what to look at, and end the command
 ├── RankLost          stop this process: a worker without one of its ranks is dead
-└── InvariantBroken   a bug: stop this process
+└── InvariantBroken   a bug: stop this process; at the edge, where it concerns one request, that request
 
 The edge (router/front/) maps the tree to HTTP and gRPC in one table.
 """
@@ -107,4 +107,4 @@ class RankLost(TandemError):
 
 
 class InvariantBroken(TandemError):
-    """A state that must not exist was reached. Never caught: the process stops."""
+    """A state that must not exist was reached: this process ends, or the request where it concerns no other."""

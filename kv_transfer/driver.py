@@ -179,7 +179,7 @@ class HandoffDriver:
     async def _notify(self, effect: Notify) -> None:
         try:
             await self._transport.notify(effect.peer, encode_notice(effect.notice))
-        except (TransferFailed, WorkerLost):
+        except WorkerLost:
             self._peer_lost(effect.peer)
 
     def _notice(self, sender: WorkerRef, payload: bytes) -> None:

@@ -36,7 +36,9 @@ class LoadFailurePolicy(StrEnum):
 
 
 class Blocks(Protocol):
-    """What a hand-off does to the pool (engine/block_pool.py)."""
+    """What a hand-off does to the pool (engine/block_pool.py). What it holds it releases itself; a ticket's blocks come
+    with a reference, which it releases or hands on as the hand-off ends. What may still be written is in quarantine
+    until it ends that."""
 
     def hold(self, blocks: Iterable[int]) -> None: ...
 
@@ -59,6 +61,8 @@ class Push:
 
 @dataclass(frozen=True, slots=True)
 class Notify:
+    """Deliver a notice. Nobody answers: who needs to know whether it arrived waits for a notice, or for a lease."""
+
     peer: WorkerRef
     notice: HandoffNotice
 
