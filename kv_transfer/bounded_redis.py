@@ -16,6 +16,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisClusterException, RedisError
 
 from kv_transfer.redis_url import RedisKind, RedisUrl
+from telemetry.logs import log_state
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +67,8 @@ class BoundedRedis:
         except FAILURES as error:
             self._on_failure()
             if self._recovery is None:
-                logger.warning("%s away: %s: %s", self._purpose, type(error).__name__, error)
+                reason = f"{type(error).__name__}: {error}"
+                log_state(logger, logging.WARNING, redis=self._purpose, state="away", reason=reason)
                 self._recovery = asyncio.create_task(self._recover())
             return None
 
@@ -83,7 +85,7 @@ class BoundedRedis:
                 async with asyncio.timeout(RECOVERY_TIMEOUT_S):
                     await self.client.script_load(self._first_script)
                 break
-        logger.warning("%s is back", self._purpose)
+        log_state(logger, logging.WARNING, redis=self._purpose, state="back")
         self._recovery = None
 
 

@@ -31,6 +31,7 @@ from kv_transfer.nixl_thread import NixlThread
 from kv_transfer.polling import PollingPeriods
 from kv_transfer.pool import MemoryPool, PoolDescription, require_blocks, require_compatible
 from kv_transfer.transport import LostHandler, NoticeHandler, TransportStats
+from telemetry.logs import log_state
 
 logger = logging.getLogger(__name__)
 
@@ -197,11 +198,8 @@ class NixlTransport:
         probes = [await self._probe(peer, num_bytes) for _ in range(NUM_PROBES)]
         lane, gbps = infer_path(same_host, self._pool.memory_kind, num_bytes, probes)
         if lane == LANE_LOOPBACK:
-            logger.warning(
-                "%s is on this host but looks like TCP (%.2f GB/s): share PID and IPC namespaces and the uid",
-                peer,
-                gbps,
-            )
+            reason = "it is on this host: share PID and IPC namespaces and the uid"
+            log_state(logger, logging.WARNING, peer=peer, state="looks like TCP", gbps=gbps, reason=reason)
         return PeerConnected(peer, lane, gbps)
 
     async def _probe(self, peer: WorkerRef, num_bytes: int) -> Probe:

@@ -24,6 +24,7 @@ from kv_transfer.nixl_library import LOCAL_SIDE, Indices, NixlLibrary, prepare_b
 from kv_transfer.nixl_operation import Completion, Operation, Peer
 from kv_transfer.pool import MemoryPool
 from kv_transfer.transport import TransportStats
+from telemetry.logs import log_state
 
 logger = logging.getLogger(__name__)
 
@@ -197,7 +198,7 @@ class NixlEngine:
         """
         self._say_goodbye()
         if self._operations:
-            logger.warning("closing with %d operations in flight", len(self._operations))
+            log_state(logger, logging.WARNING, state="closing", in_flight=len(self._operations))
         for operation in self._operations:
             operation.done.fail(WorkerLost(operation.peer.ref.worker_id, "transport closed before the peer answered"))
             self._release(operation)
@@ -212,7 +213,7 @@ class NixlEngine:
     def _receive(self, sender: str, message: bytes) -> None:
         kind, notice = message[:1], message[1:]
         if "@" not in sender or kind not in (_NOTICE, _GOODBYE):
-            logger.warning("notification of unknown form from %r ignored", sender)
+            log_state(logger, logging.WARNING, peer=sender, state="notice dropped", reason="of unknown form")
             return
         ref = WorkerRef.parse(sender)
         if kind == _NOTICE:

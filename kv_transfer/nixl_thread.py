@@ -20,6 +20,7 @@ from kv_transfer.doorbell import Doorbell
 from kv_transfer.nixl_engine import NixlEngine
 from kv_transfer.nixl_operation import Completion
 from kv_transfer.polling import PollingPeriods, PollingRhythm
+from telemetry.logs import log_state
 
 logger = logging.getLogger(__name__)
 
@@ -136,7 +137,8 @@ class NixlThread:
                 time.monotonic(), ran=ran, moved=moved, rung=rung, in_flight=engine.num_in_flight > 0
             )
             if rhythm.unrung and not was_unrung:
-                logger.warning("peers' datagrams to %s do not arrive: notices are looked for", self._doorbell.address)
+                reason = "peers' datagrams do not arrive"
+                log_state(logger, logging.WARNING, address=self._doorbell.address, state="polling", reason=reason)
 
     def _run_commands(self, engine: NixlEngine, wait_s: float) -> bool:
         """Run what was submitted; sleep up to `wait_s` for the first. Returns whether there was any."""

@@ -18,6 +18,7 @@ from typing import Final, Protocol
 from core.identity import BlockHash
 from core.membership import WorkerRef
 from kv_transfer.bounded_redis import BoundedRedis
+from telemetry.logs import log_state
 
 logger = logging.getLogger(__name__)
 
@@ -193,7 +194,8 @@ class RedisPrefixIndex:
             holders = tuple(WorkerRef.parse(name.decode()) for name in names)
         except ValueError as error:  # the server is shared: others can write under our keys
             self.stats.failures += 1
-            logger.warning("prefix index holds what no worker wrote: %s", error)
+            reason = f"not written by a worker: {error}"
+            log_state(logger, logging.WARNING, redis="prefix index", state="ignored", reason=reason)
             return PrefixHit()
         self.stats.hit_blocks += num_blocks
         return PrefixHit(num_blocks, holders)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import secrets
 import time
 from pathlib import Path
@@ -30,12 +29,10 @@ from router.registry_service import SERVICE_NAME, RegistryServicer
 from telemetry.open_tracer import close_tracer, open_tracer
 from telemetry.router_metrics import PolicyMetrics, RouterMetrics, RouterStateCollector, RoutingMetrics
 from telemetry.slo_metrics import SloTargets
-from telemetry.tasks import EXIT_INVARIANT_BROKEN, BackgroundTasks, end_process
+from telemetry.tasks import BackgroundTasks, end_broken
 
 if TYPE_CHECKING:  # it loads OpenTelemetry
     from telemetry.tracing import Tracer
-
-logger = logging.getLogger(__name__)
 
 
 class RouterProcess:
@@ -48,7 +45,7 @@ class RouterProcess:
         self._http: web.AppRunner | None = None
         self._grammars: GrammarGate | None = None
         self._tracer: Tracer | None = None
-        self._tasks = BackgroundTasks(_broken)
+        self._tasks = BackgroundTasks(end_broken)  # by what no request explains: its books may be wrong
         self._drain_timeout_s = 0.0
 
     async def start(self, config: RouterConfig) -> RouterEndpoints:
@@ -145,9 +142,3 @@ def _served_model(config: RouterConfig, tokenizer: Tokenizer) -> ServedModel:
         weights_digest=weights_digest(config.model_folder),
         adapters=read_adapters(config.adapters),
     )
-
-
-def _broken(error: BaseException) -> None:
-    """An error that no request explains: the router's books may be wrong."""
-    logger.critical("not expected", exc_info=error)
-    end_process(EXIT_INVARIANT_BROKEN, str(error))

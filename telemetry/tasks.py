@@ -51,6 +51,12 @@ class BackgroundTasks:
             self._on_broken(error)
 
 
+def end_broken(error: BaseException, **fields: object) -> NoReturn:
+    """End by an error that nobody can act on; the log has its traceback."""
+    logger.critical("not expected", exc_info=error)
+    end_process(EXIT_INVARIANT_BROKEN, str(error), **fields)
+
+
 def end_process(exit_code: int, reason: str, **fields: object) -> NoReturn:
     """Say why, and end at once, without cleaning up: a state that must not exist is not to be saved or sent."""
     log_state(logger, logging.CRITICAL, **fields, state="gone", exit_code=exit_code, reason=reason)

@@ -41,7 +41,7 @@ from kv_transfer.prefix_index import NoPrefixIndex, PrefixIndex, RedisPrefixInde
 from telemetry.energy import gpu_energy
 from telemetry.logs import log_state
 from telemetry.open_tracer import open_tracer
-from telemetry.tasks import EXIT_INVARIANT_BROKEN, BackgroundTasks, end_process
+from telemetry.tasks import BackgroundTasks, end_broken
 from telemetry.worker_metrics import PushOutcome, WorkerMetrics, WorkerState
 
 logger = logging.getLogger(__name__)
@@ -236,5 +236,4 @@ class WorkerProcess:
     # --- the end of a worker that is broken -----------------------------------------------------------------------
 
     def _broken(self, error: BaseException) -> None:
-        logger.critical("not expected", exc_info=error)
-        end_process(EXIT_INVARIANT_BROKEN, str(error), worker_id=self._ref)
+        end_broken(error, worker_id=self._ref)
