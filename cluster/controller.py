@@ -18,8 +18,8 @@ from cluster.burial import Bury, Location
 from cluster.config import ClusterConfig
 from cluster.fleet import (
     DrainRefused,
-    EndWorker,
     Effect,
+    EndWorker,
     Event,
     Fleet,
     ForgetWorker,

@@ -58,22 +58,23 @@ class RouterProcess:
         routing = RoutingMetrics(registry)
         router_id = f"router-{secrets.token_hex(4)}"
         self._tracer = open_tracer(config.trace_endpoint, config.trace_ratio, "tandem-router", router_id, registry)
-        self._dispatcher = LiveDispatcher(config, router_id, self._tasks.spawn, routing, self._tracer)
-        registry.register(RouterStateCollector(self._dispatcher.state, config.model_name))
+        dispatcher = LiveDispatcher(config, router_id, self._tasks.spawn, routing, self._tracer)
+        self._dispatcher = dispatcher
+        registry.register(RouterStateCollector(dispatcher.state, config.model_name))
         tokenizer = Tokenizer.load(config.model_folder)
         model = _served_model(config, tokenizer)
         slo = SloTargets(config.slo_ttft_s, config.slo_itl_s)
         metrics = RouterMetrics(registry, config.model_name, slo, tuple(Band))
         self._grammars = GrammarGate(config.model_folder, model.vocab_size)
         self._tasks.spawn(self._grammars.start())
-        front = Front(self._dispatcher, tokenizer, model, metrics, self._grammars.check, tracer=self._tracer)
+        front = Front(dispatcher, tokenizer, model, metrics, self._grammars.check, tracer=self._tracer)
         if config.policy_file is not None:
-            self._follow(config.policy_file, front, PolicyMetrics(registry))
-        grpc_address = await self._start_grpc(config, front)
-        http_address = await self._start_http(config, front)
-        registry_address = await self._start_registry(config)
+            self._follow(config.policy_file, dispatcher, front, PolicyMetrics(registry))
+        grpc_address = await self._start_grpc(config, dispatcher, front)
+        http_address = await self._start_http(config, dispatcher, front)
+        registry_address = await self._start_registry(config, dispatcher)
         assert self._grpc is not None
-        self._tasks.spawn(self._dispatcher.tick_forever())
+        self._tasks.spawn(dispatcher.tick_forever())
         self._tasks.spawn(self._grpc.health.follow())
         return RouterEndpoints(http_address, grpc_address, registry_address)
 
@@ -94,10 +95,7 @@ class RouterProcess:
             await self._registry.stop(grace=0.5)
         await close_tracer(self._tracer)
 
-    def _follow(self, file: Path, front: Front, metrics: PolicyMetrics) -> None:
-        dispatcher = self._dispatcher
-        assert dispatcher is not None
-
+    def _follow(self, file: Path, dispatcher: LiveDispatcher, front: Front, metrics: PolicyMetrics) -> None:
         def apply(policy: Policy) -> None:
             front.apply(policy.admission)
             dispatcher.apply(policy)
@@ -105,25 +103,22 @@ class RouterProcess:
         apply(read_policy(file))  # before anybody is served by another one
         self._tasks.spawn(follow_policy(file, apply, metrics))
 
-    async def _start_grpc(self, config: RouterConfig, front: Front) -> str:
-        assert self._dispatcher is not None
-        self._grpc = build_grpc_server(front, self._dispatcher.why_not_ready)
+    async def _start_grpc(self, config: RouterConfig, dispatcher: LiveDispatcher, front: Front) -> str:
+        self._grpc = build_grpc_server(front, dispatcher.why_not_ready)
         port = self._grpc.server.add_insecure_port(f"{config.grpc_host}:{config.grpc_port}")
         await self._grpc.server.start()
         return f"{config.grpc_host}:{port}"
 
-    async def _start_registry(self, config: RouterConfig) -> str:
-        assert self._dispatcher is not None
+    async def _start_registry(self, config: RouterConfig, dispatcher: LiveDispatcher) -> str:
         self._registry = grpc.aio.server(options=SERVER_OPTIONS)
-        worker_pb2_grpc.add_RouterServiceServicer_to_server(RegistryServicer(self._dispatcher), self._registry)
+        worker_pb2_grpc.add_RouterServiceServicer_to_server(RegistryServicer(dispatcher), self._registry)
         reflection.enable_server_reflection((SERVICE_NAME, reflection.SERVICE_NAME), self._registry)
         port = self._registry.add_insecure_port(f"{config.registry_host}:{config.registry_port}")
         await self._registry.start()
         return f"{config.registry_host}:{port}"
 
-    async def _start_http(self, config: RouterConfig, front: Front) -> str:
-        assert self._dispatcher is not None
-        self._http = build_http_runner(build_http_app(front, self._dispatcher.why_not_ready))
+    async def _start_http(self, config: RouterConfig, dispatcher: LiveDispatcher, front: Front) -> str:
+        self._http = build_http_runner(build_http_app(front, dispatcher.why_not_ready))
         await self._http.setup()
         site = web.TCPSite(self._http, config.http_host, config.http_port)
         await site.start()

@@ -16,14 +16,14 @@ CLOSE_TIMEOUT_S: Final = 1.0
 
 
 def open_tracer(endpoint: str, ratio: float, service: str, instance: str, registry: CollectorRegistry) -> Tracer | None:
-    """None where there is no endpoint, and nothing is traced. ratio: as TraceConfig; service, instance: as Tracer.
+    """None where there is no endpoint, and nothing is traced. ratio, service, instance: as Tracer.
     registry: gets the metrics of what is lost, where anything is traced."""
     if not endpoint:
         return None
     # Imported here: OpenTelemetry takes a tenth of a second.
-    from telemetry.tracing import TraceConfig, Tracer
+    from telemetry.tracing import Tracer
 
-    return Tracer(TraceConfig(endpoint, ratio), service, instance, TraceMetrics(registry))
+    return Tracer(endpoint, ratio, service, instance, TraceMetrics(registry))
 
 
 async def close_tracer(tracer: Tracer | None) -> None:

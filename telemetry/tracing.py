@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Final
 
 from opentelemetry import trace
@@ -32,15 +31,6 @@ SEND_TIMEOUT_S: Final = 5.0  # for one batch, repetitions included
 MAX_WAITING_SPANS: Final = 4096  # a few MB
 MAX_EVENTS: Final = 64  # of one span: a long prompt has many chunks
 _W3C: Final = TraceContextTextMapPropagator()
-
-
-@dataclass(frozen=True, slots=True)
-class TraceConfig:
-    """endpoint: a collector's URL of traces, http://collector:4318/v1/traces. ratio: of the requests that come without
-    a decision of their caller's, the part that is traced."""
-
-    endpoint: str
-    ratio: float
 
 
 class Span:
@@ -142,22 +132,28 @@ class _Batches(BatchSpanProcessor):
 
 
 class Tracer:
-    """One process's. service: what it is; instance: which one of them. exporter: for tests."""
+    """One process's.
+
+    endpoint: a collector's URL of traces, http://collector:4318/v1/traces. ratio: of the requests that come without a
+    decision of their caller's, the part that is traced. service: what the process is; instance: which one of them.
+    exporter: for tests.
+    """
 
     def __init__(
         self,
-        config: TraceConfig,
+        endpoint: str,
+        ratio: float,
         service: str,
         instance: str,
         metrics: TraceMetrics,
         exporter: SpanExporter | None = None,
     ) -> None:
         queue = _QueueLength()
-        otlp = exporter or OTLPSpanExporter(endpoint=config.endpoint, timeout=SEND_TIMEOUT_S)
+        otlp = exporter or OTLPSpanExporter(endpoint=endpoint, timeout=SEND_TIMEOUT_S)
         self._exporter = _Collector(otlp, metrics, queue)
         self._processor = _Batches(self._exporter, metrics, queue)
         provider = TracerProvider(
-            sampler=ParentBased(TraceIdRatioBased(config.ratio)),
+            sampler=ParentBased(TraceIdRatioBased(ratio)),
             resource=Resource.create({"service.name": service, "service.instance.id": instance}),
             span_limits=SpanLimits(max_events=MAX_EVENTS),
             shutdown_on_exit=False,  # it would wait for a collector that is away

@@ -66,20 +66,7 @@ def _build(config: WorkerConfig, on_rank_lost: Callable[[RankLost], None]) -> En
         adapters=adapter_folders,
     )
     require_finite(runner, adapter_folders)
-    geometry = runner.geometry
-    identity = CacheIdentity(
-        schema_revision=SCHEMA_REVISION,
-        weights_digest=weights_digest(folder),
-        tokenizer_digest=tokenizer_digest(folder),
-        kv_dtype=config.dtype,
-        kv_layout=runner.kv_layout,
-        block_size=geometry.block_size,
-        num_layers=geometry.num_layers,
-        num_kv_heads=geometry.num_kv_heads,
-        head_dim=geometry.head_dim,
-        tensor_parallel_size=config.tensor_parallel_size,
-        numeric_class=runner.numeric_class,
-    )
+    identity = _identity(config, runner)
 
     def watch(request: GenerateRequest) -> StopWatch:
         return TextStopWatch(request.stop, tokenizer.decoder())
@@ -92,5 +79,22 @@ def _build(config: WorkerConfig, on_rank_lost: Callable[[RankLost], None]) -> En
         config.scheduling, pool, limits, identity.digest(), watch, grammars.matcher, adapters.values()
     )
     return Engine(
-        runner, pool, scheduler, grammars, identity, geometry.block_bytes, frozenset(adapters.values()), tiers
+        runner, pool, scheduler, grammars, identity, runner.geometry.block_bytes, frozenset(adapters.values()), tiers
+    )
+
+
+def _identity(config: WorkerConfig, runner: ModelRunner) -> CacheIdentity:
+    geometry = runner.geometry
+    return CacheIdentity(
+        schema_revision=SCHEMA_REVISION,
+        weights_digest=weights_digest(config.model_folder),
+        tokenizer_digest=tokenizer_digest(config.model_folder),
+        kv_dtype=config.dtype,
+        kv_layout=runner.kv_layout,
+        block_size=geometry.block_size,
+        num_layers=geometry.num_layers,
+        num_kv_heads=geometry.num_kv_heads,
+        head_dim=geometry.head_dim,
+        tensor_parallel_size=config.tensor_parallel_size,
+        numeric_class=runner.numeric_class,
     )

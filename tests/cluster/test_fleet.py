@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from cluster.backoff import Backoff
 from cluster.fleet import (
     DrainRefused,
-    EndWorker,
     Effect,
+    EndWorker,
     Event,
     Fleet,
     ForgetWorker,

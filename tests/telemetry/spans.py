@@ -9,7 +9,7 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from prometheus_client import CollectorRegistry
 
 from telemetry.trace_metrics import TraceMetrics
-from telemetry.tracing import TraceConfig, Tracer
+from telemetry.tracing import Tracer
 
 
 class KeptSpans(SpanExporter):
@@ -23,8 +23,8 @@ class KeptSpans(SpanExporter):
         return SpanExportResult.SUCCESS
 
     def tracer(self, ratio: float = 1.0) -> Tracer:
-        config, metrics = TraceConfig("http://127.0.0.1:1/v1/traces", ratio), TraceMetrics(CollectorRegistry())
-        return Tracer(config, "tandem-test", "test-0", metrics, self)
+        metrics = TraceMetrics(CollectorRegistry())
+        return Tracer("http://127.0.0.1:1/v1/traces", ratio, "tandem-test", "test-0", metrics, self)
 
     def tree(self, tracer: Tracer) -> list[str]:
         """All spans so far by their start, indented below their parents; with `!` and why where they failed."""

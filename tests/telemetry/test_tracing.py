@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 
 from telemetry.open_tracer import open_tracer
 from telemetry.trace_metrics import SpanLoss, TraceMetrics
-from telemetry.tracing import MAX_WAITING_SPANS, TraceConfig, Tracer
+from telemetry.tracing import MAX_WAITING_SPANS, Tracer
 from tests.acceptance.otlp_receiver import OtlpReceiver
 from tests.telemetry.spans import KeptSpans
 
@@ -26,7 +26,7 @@ NOBODY: Final = "http://127.0.0.1:1/v1/traces"
 
 def tracer_of(exporter: SpanExporter, ratio: float = 1.0, registry: CollectorRegistry | None = None) -> Tracer:
     metrics = TraceMetrics(registry or CollectorRegistry())
-    return Tracer(TraceConfig(NOBODY, ratio), "tandem-test", "test-0", metrics, exporter)
+    return Tracer(NOBODY, ratio, "tandem-test", "test-0", metrics, exporter)
 
 
 def end_spans(tracer: Tracer, number: int) -> None:
