@@ -73,6 +73,7 @@ class Controller:
         self._locations: dict[WorkerRef, Location] = {}
         self._lives = asyncio.TaskGroup()
         self._emptied = asyncio.Event()
+        self._last_drain_s = config.drain_timeout_s
 
     @property
     def lives(self) -> dict[str, Life]:
@@ -144,12 +145,13 @@ class Controller:
             await asyncio.sleep(SWITCH_AGAIN_S)
         self._inbox.put_nowait(Wake())
 
-    async def stop(self) -> None:
-        """Drain and end all workers; needs `run` to be running. Bounded: what is left after that is killed."""
+    async def stop(self, drain_s: float) -> None:
+        """Drain for so long, and end all workers; needs `run` to be running. Bounded: what is left is killed."""
+        self._last_drain_s = drain_s
         self._emptied.clear()
         self._inbox.put_nowait(StopAsked())
         try:
-            async with asyncio.timeout(self._config.drain_timeout_s + 2 * STOP_TIMEOUT_S):
+            async with asyncio.timeout(drain_s + 2 * STOP_TIMEOUT_S):
                 await self._emptied.wait()
         except TimeoutError:
             for actor in self._actors.values():
@@ -201,7 +203,7 @@ class Controller:
 
     async def _drain_and_end(self, actor: Actor) -> None:
         """Let it finish, close it, end its process: its `_watch` then reports the end."""
-        drain_s, finish_s = self._config.drain_timeout_s, self._config.drain_finish_s
+        drain_s, finish_s = self._last_drain_s, self._config.drain_finish_s
         with contextlib.suppress(ActorFailed):  # it ends below in any case
             await actor.call("drain", drain_s, finish_s, timeout_s=drain_s + 1.0)
             await actor.call("stop", timeout_s=STOP_TIMEOUT_S)

@@ -66,7 +66,7 @@ class HostController:
             self._stopping = True
             if self._keeping and not self._config.keep_workers:
                 async with self._progress.step("draining the workers"):
-                    await self._controller.stop()
+                    await self._controller.stop(self._config.drain_timeout_s)
         finally:
             working.cancel()
             stopping.cancel()

@@ -4,7 +4,7 @@
 2. The routers and all workers start side by side, each in a process of its own; the workers announce themselves.
 3. Each router sees every worker, and every prefill worker is connected to every decode worker.
 4. `after_start` (the self check) runs; then we serve, and replace what dies, until a stop is asked for.
-5. Drain, end workers, routers, Ray, Valkey; no process below us is left.
+5. Drain, end routers, workers, Ray, Valkey; no process below us is left.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from cluster.controller_service import listen_controller
 from cluster.death_notices import DeathNotices
 from cluster.fleet import Event, Fleet, StartFailed, StartWorker, WorkerDied, WorkerStarted
 from cluster.folders import RunFolders
+from cluster.last_drain import drain_all, tell_open_requests
 from cluster.progress import Progress
 from cluster.ray_runtime import STOP_TIMEOUT_S, Actor, RayRuntime
 from cluster.router_keeper import RouterKeeper
@@ -69,6 +70,7 @@ class Launcher:
         self._started = asyncio.Event()
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._background: list[asyncio.Task[None]] = []
+        self._keeping_routers: list[asyncio.Task[None]] = []
         self._controlling: asyncio.Task[None] | None = None
         self._spare = SpareWorker(self._create_worker, config.start_timeout_s, config.heartbeat_timeout_s)
         self._serving = False
@@ -106,8 +108,7 @@ class Launcher:
         names = ", ".join(worker_id for worker_id, _ in self._config.roles)
         routers = "the router" if len(self._routers) == 1 else f"{len(self._routers)} routers"
         async with self._progress.step(f"starting {routers}, loading weights into {names}"):
-            for router in self._routers:
-                self._keep(router.run())
+            self._keeping_routers = [self._keep(router.run()) for router in self._routers]
             self._controlling = self._keep(self._controller.run())
             self._keep(self._deaths.run())
             self._service = await listen_controller(self._controller, self._config)
@@ -219,17 +220,22 @@ class Launcher:
         async with self._progress.step("stopping"):
             if self._service is not None:
                 await self._service.stop(grace=None)
-            if self._controlling is not None and not self._controlling.done():
-                await self._controller.stop()
-            for task in self._background:
-                task.cancel()
-            if self._background:
-                await asyncio.wait(self._background, timeout=EXIT_TIMEOUT_S)
-            await asyncio.gather(*(router.stop() for router in self._routers))
+            await self._drain()
+            await _cancel(self._background)
             await self._ray.stop(STOP_TIMEOUT_S)
             if self._valkey is not None:
                 self._valkey.stop()
             await self._leave_nothing(below)
+
+    async def _drain(self) -> None:
+        await _cancel(self._keeping_routers)
+        timeout_s = self._config.drain_timeout_s
+        telling = tell_open_requests(self._progress, self._config.registry_addresses, timeout_s)
+        await drain_all(self._routers, self._stop_workers, telling, timeout_s)
+
+    async def _stop_workers(self, drain_s: float) -> None:
+        if self._controlling is not None and not self._controlling.done():
+            await self._controller.stop(drain_s)
 
     async def _leave_nothing(self, below: set[processes.Process]) -> None:
         """What outlives its orderly end is killed, and named."""
@@ -239,6 +245,13 @@ class Launcher:
             processes.kill(process)
         still = await processes.wait_gone(left, EXIT_TIMEOUT_S)
         self._progress.say(f"stopped, {len(still) or 'no'} process left")
+
+
+async def _cancel(tasks: list[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        await asyncio.wait(tasks, timeout=EXIT_TIMEOUT_S)
 
 
 def _router_names(count: int) -> list[str]:

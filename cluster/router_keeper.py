@@ -37,11 +37,11 @@ class RouterKeeper:
             await asyncio.sleep(backoff.died(up_s))
 
     async def stop(self) -> None:
-        """Close the fronts and end the process; call it after `run` was cancelled."""
+        """Let what is open finish, close the fronts and end the process; call it after `run` was cancelled."""
         if self._actor is None:
             return
         with contextlib.suppress(ActorFailed):
-            await self._actor.call("stop", timeout_s=STOP_TIMEOUT_S)
+            await self._actor.call("stop", timeout_s=self._config.drain_timeout_s + STOP_TIMEOUT_S)
         self._actor.kill()
 
     async def _live(self) -> tuple[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 import tomllib
 from collections.abc import Iterator
@@ -242,6 +243,19 @@ def test_wrong_use_is_exit_code_2_and_names_the_setting(
 ) -> None:
     assert main(["up", *ANY_PORTS, *arguments]) == 2
     assert named in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--http-port", "--grpc-port"])
+def test_a_port_in_use_is_named_with_its_flag_before_anything_starts(
+    flag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TANDEM_CACHE", str(tmp_path / "cache"))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["up", *ANY_PORTS, flag, str(port)]) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith(f"tandem: {flag}: port {port} on 127.0.0.1 ({flag}) is in use")
+    assert not said.out and not (tmp_path / "cache").exists()
 
 
 def test_a_flag_that_is_cut_short_is_none(capsys: pytest.CaptureFixture[str]) -> None:

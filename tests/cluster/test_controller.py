@@ -44,7 +44,7 @@ class Cluster:
 
     def __init__(self, runtime: RayRuntime, config: ClusterConfig, logs: Path) -> None:
         self._runtime = runtime
-        self._config = config
+        self.config = config
         self.logs = logs
         self.actors: dict[str, Actor] = {}
         self.events: asyncio.Queue[Event] = asyncio.Queue()
@@ -59,7 +59,7 @@ class Cluster:
         log_file = self.logs / f"{ref.worker_id}.log"
         self.actors[ref.worker_id] = self._runtime.create(WorkerActor, str(ref), STUB)
         return self.actors[ref.worker_id], worker_config(
-            self._config,
+            self.config,
             ref.worker_id,
             ref.incarnation,
             order.role,
@@ -92,7 +92,7 @@ async def make_cluster(ray_runtime: RayRuntime, tmp_path: Path) -> Any:
 
     yield make
     for cluster, task in running:
-        await cluster.controller.stop()
+        await cluster.controller.stop(cluster.config.drain_timeout_s)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
@@ -171,7 +171,7 @@ async def test_stop_ends_every_worker_process(make_cluster: Any) -> None:
     pids = {await actor.call("ping", timeout_s=5.0) for actor in cluster.actors.values()}
     workers = {process for process in processes.descendants(os.getpid()) if process.pid in pids}
     assert len(workers) == 2
-    await cluster.controller.stop()
+    await cluster.controller.stop(cluster.config.drain_timeout_s)
     assert not await processes.wait_gone(workers, timeout_s=10.0)
 
 

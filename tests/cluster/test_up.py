@@ -6,13 +6,11 @@ import asyncio
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from any_ports import ANY_PORTS
 
 from cluster import processes
 from cluster.free_ports import free_ports
@@ -95,19 +93,3 @@ async def test_a_killed_launcher_takes_everything_with_it(tmp_path: Path, victim
     assert not left, [processes.command_of(other) for other in left]
     assert ray_folders
     assert not [folder for folder in ray_folders if folder.exists()]
-
-
-@pytest.mark.parametrize("flag", ["--http-port", "--grpc-port"])
-async def test_a_port_in_use_is_named_with_its_flag_before_anything_starts(tmp_path: Path, flag: str) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "cluster.main", "up", *ANY_PORTS, flag, str(port),
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            env=os.environ | {"PYTHONPATH": "proto/python", "TANDEM_CACHE": str(tmp_path / "cache")},
-        )  # fmt: skip
-        output, errors = await process.communicate()
-    assert process.returncode == 2
-    assert f"port {port} on 127.0.0.1 ({flag}) is in use" in errors.decode()
-    assert not output
-    assert not (tmp_path / "cache").exists()
