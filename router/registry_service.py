@@ -9,10 +9,12 @@ from tandem.v1 import worker_pb2 as pb
 from tandem.v1 import worker_pb2_grpc as pb_grpc
 
 from core.errors import BadRequest
+from core.membership import Life
 from kv_transfer.membership_codec import decode_info, decode_load, decode_ref, encode_info, encode_load, encode_ref
 from router.live import LiveDispatcher
 from router.worker_view import WorkerView
 
+DRAINED: Final = "drained"
 SERVICE_NAME: Final = pb.DESCRIPTOR.services_by_name["RouterService"].full_name
 
 
@@ -39,7 +41,7 @@ class RegistryServicer(pb_grpc.RouterServiceServicer):
     async def GetStatus(
         self, _request: pb.GetStatusRequest, _context: grpc.aio.ServicerContext
     ) -> pb.GetStatusResponse:
-        workers = [_status(worker) for worker in self._dispatcher.view.workers()]
+        workers = [worker_status(worker) for worker in self._dispatcher.view.workers()]
         return pb.GetStatusResponse(
             workers=workers,
             open_requests=self._dispatcher.num_open,
@@ -48,11 +50,11 @@ class RegistryServicer(pb_grpc.RouterServiceServicer):
         )
 
 
-def _status(worker: WorkerView) -> pb.WorkerStatus:
+def worker_status(worker: WorkerView) -> pb.WorkerStatus:
+    """As people are told: its life is DRAINED once it drains and nothing of it is left."""
     peers = [
         pb.PeerConnected(peer=encode_ref(link.peer), lane=link.lane, probe_gbps=link.probe_gbps)
         for link in worker.peers.values()
     ]
-    return pb.WorkerStatus(
-        worker=encode_info(worker.info), life=worker.life, load=encode_load(worker.load), peers=peers
-    )
+    life = DRAINED if worker.life is Life.DRAINING and worker.is_idle else worker.life
+    return pb.WorkerStatus(worker=encode_info(worker.info), life=life, load=encode_load(worker.load), peers=peers)

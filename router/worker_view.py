@@ -56,6 +56,13 @@ class WorkerView:
     def ref(self) -> WorkerRef:
         return self.info.ref
 
+    @property
+    def is_idle(self) -> bool:
+        """Nobody has given it anything that is open, and it holds no block."""
+        load = self.load
+        held = load.running_requests + load.waiting_requests + load.used_blocks + load.quarantined_blocks
+        return not (held or self.open_tokens or self.others.num_requests)
+
     def link(self, peer: WorkerView, path: PeerConnected) -> None:
         gbps = path.probe_gbps if path.probe_gbps > 0.0 else ASSUMED_GBPS[nearness(self.info, peer.info)]
         self.links[peer.slot], self.lanes[peer.slot] = gbps, path.lane

@@ -64,8 +64,9 @@ def test_a_drained_decode_worker_hands_over_its_streams_and_a_hand_off_that_has_
     assert ask(cluster, "drain", "decode-0") == 0
     assert "decode-0 is drained after" in capsys.readouterr().out
     held = cluster.workers()["decode-0"]
-    assert held.life == "draining"
-    wait_until(lambda: not cluster.workers()["decode-0"].load.used_blocks, 5.0)
+    assert held.life in ("draining", "drained")  # as long as its last report may say so
+    wait_until(lambda: cluster.workers()["decode-0"].life == "drained", 5.0)
+    assert not cluster.workers()["decode-0"].load.used_blocks
     assert not all(stream.done for stream in started)  # so they were open, and are elsewhere now
     assert_all(started, undisturbed)
     assert_all(started_prose, PROSE.output_ids[:16])
@@ -96,7 +97,7 @@ def test_sigterm_to_a_worker_is_a_drain_and_then_another_life(
     started = streams(cluster, "sigterm")
     before = cluster.workers()["decode-1"].worker.ref.incarnation
     os.kill(cluster.worker_pid("decode-1"), signal.SIGTERM)
-    wait_until(lambda: cluster.workers()["decode-1"].life == "draining", 30.0)
+    wait_until(lambda: cluster.workers()["decode-1"].life in ("draining", "drained"), 30.0)
     assert_all(started, undisturbed)
 
     def replaced() -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from core.membership import Life, Role, WorkerRef
+from core.membership import NOTHING_GIVEN, GivenWork, Life, Role, WorkerLoad, WorkerRef
 from core.messages import (
     CancelRequest,
     Draining,
@@ -19,7 +19,8 @@ from core.messages import (
 )
 from core.request import Placement
 from router.effects import Effect, Planned, Send
-from tests.router.test_dispatcher import Cluster, by_choice, commands, delta, failure
+from router.registry_service import worker_status
+from tests.router.test_dispatcher import IDLE, Cluster, by_choice, commands, delta, failure
 
 
 def drain(cluster: Cluster, name: str, *unbegun: str, finish_s: float = 5.0, now: float = 1.0) -> list[Effect]:
@@ -150,3 +151,26 @@ def test_a_drain_of_who_is_not_ready_or_not_known_changes_nothing(life: Life | N
         worker.life = life
     assert drain(cluster, "d1", finish_s=0.0) == []
     assert cluster.dispatcher.answered(cluster.refs["d1"], Serving(Role.DECODE), 2.0) == []
+
+
+def test_people_are_told_when_nothing_of_a_draining_worker_is_left() -> None:
+    cluster = Cluster("d1")
+    worker = cluster.view.get(cluster.refs["d1"])
+    assert worker is not None
+
+    def said(load: WorkerLoad = IDLE, others: GivenWork = NOTHING_GIVEN) -> str:
+        cluster.view.heard(worker.ref, load, others, now=2.0)
+        return str(worker_status(worker).life)
+
+    cluster.submit()
+    assert said() == "ready"
+    drain(cluster, "d1")
+    assert said() == "draining"  # what was sent is newer than what it reports
+    cluster.dispatcher.cancel("r", now=2.0)
+    assert said() == "drained"
+    for name in ("running_requests", "waiting_requests", "used_blocks", "quarantined_blocks"):
+        assert said(WorkerLoad(**{name: 1})) == "draining"
+    assert said(others=GivenWork(1, 8)) == "draining"
+    assert said() == "drained"
+    cluster.dispatcher.answered(worker.ref, Serving(Role.DECODE), now=3.0)
+    assert said() == "ready"
