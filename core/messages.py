@@ -126,13 +126,20 @@ class Turn:
 class StepOutput:
     """What one engine step drew, and how load and cache of the worker are after it; once a second when idle. `others`:
     what other routers than the one that is told have given the worker; `turns`: of these, what has begun since it was
-    told. `cache`: None where it is as before."""
+    told. `cache`: None where it is as before.
+
+    Of the prompts of the router that is told: `computing`, those in the latest step, said before it is computed, so
+    that who ends a worker is known; None: a worker of an earlier release, which does not say. `in_line`: those that
+    wait from now on, and do nothing until a step computes them.
+    """
 
     deltas: tuple[TokenDelta, ...]
     load: WorkerLoad
     others: GivenWork = NOTHING_GIVEN
     cache: CacheEvents | None = None
     turns: tuple[Turn, ...] = ()
+    computing: frozenset[str] | None = None
+    in_line: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -27,14 +27,20 @@ class StepReport:
 
 
 class EngineLoop:
-    """Owns the step thread. `on_step` is called in the event loop after each commit, with what progressed."""
+    """Owns the step thread. `on_step` is called in the event loop after each commit, with what progressed;
+    `before_step` is waited for before each step is computed."""
 
     def __init__(
-        self, scheduler: Scheduler, runner: ModelRunner, on_step: Callable[[list[Progress], StepReport], None]
+        self,
+        scheduler: Scheduler,
+        runner: ModelRunner,
+        on_step: Callable[[list[Progress], StepReport], None],
+        before_step: Callable[[StepPlan], Awaitable[None]] | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._runner = runner
         self._on_step = on_step
+        self._before_step = before_step
         self._wake = asyncio.Event()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine-step")
         self._task: asyncio.Task[None] | None = None
@@ -63,6 +69,8 @@ class EngineLoop:
             if plan is None:
                 await self._wake.wait()
                 continue
+            if self._before_step is not None:
+                await self._before_step(plan)
             drawn, duration_s = await loop.run_in_executor(self._thread, self._compute, plan)
             report = StepReport(duration_s, plan.num_tokens - plan.num_decodes, plan.num_decodes)
             self._on_step(self._scheduler.commit(plan, drawn, duration_s), report)

@@ -148,6 +148,10 @@ class Scheduler:
                 self._forget(sequence)
         return True
 
+    def holds(self, request_id: str) -> bool:
+        """It waits to be computed, or runs."""
+        return request_id in self._sequences
+
     def unbegun(self) -> list[str]:
         """Requests that wait and of which nothing was computed here, in order."""
         return [

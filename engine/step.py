@@ -167,6 +167,11 @@ class StepPlan:
         return sum(item.is_decode for item in self.slices)
 
     @property
+    def prompts(self) -> frozenset[str]:
+        """Requests of which it computes more than the next token."""
+        return frozenset(item.request_id for item in self.slices if not item.is_decode)
+
+    @property
     def samples(self) -> list[RowSpec]:
         """Every draw and score of the step, in order: a row of logits each."""
         return [spec for item in self.slices for spec in item.samples]

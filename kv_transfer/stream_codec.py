@@ -95,13 +95,15 @@ def decode_command(message: pb.ConnectRequest) -> Command:
 def encode_answer(answer: Answer) -> pb.ConnectResponse:
     """Worker to router."""
     match answer:
-        case StepOutput(deltas, load, others, cache, turns):
+        case StepOutput(deltas, load, others, cache, turns, computing, in_line):
             step = pb.StepOutput(
                 deltas=[encode_delta(delta) for delta in deltas],
                 load=encode_load(load),
                 others=encode_work(others),
                 cache=None if cache is None else _encode_cache(cache),
                 turns=[pb.Turn(**asdict(turn)) for turn in turns],
+                computing=None if computing is None else pb.Prompts(request_ids=computing),
+                in_line=in_line,
             )
             return pb.ConnectResponse(step=step)
         case Reserved(request_id, ticket):
@@ -127,7 +129,9 @@ def decode_answer(message: pb.ConnectResponse) -> Answer:
             deltas = tuple(decode_delta(delta) for delta in step.deltas)
             cache = _decode_cache(step.cache) if step.HasField("cache") else None
             turns = tuple(Turn(it.tenant, it.batch, it.num_choices, it.prompt_tokens) for it in step.turns)
-            return StepOutput(deltas, decode_load(step.load), decode_work(step.others), cache, turns)
+            computing = frozenset(step.computing.request_ids) if step.HasField("computing") else None
+            load, others = decode_load(step.load), decode_work(step.others)
+            return StepOutput(deltas, load, others, cache, turns, computing, tuple(step.in_line))
         case "reserved":
             return Reserved(message.reserved.request_id, _decode_ticket(message.reserved.ticket))
         case "refused":

@@ -11,6 +11,7 @@ An attempt counts in three places: the load of its workers (router/view.py), the
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from dataclasses import replace
 
 from core.membership import WorkerRef
@@ -37,12 +38,18 @@ class Books:
         attempt_id = f"{leg.flow.request.request_id}#{self._router_id}.{next(self._serials)}"
         leg.request = replace(leg.request, request_id=attempt_id)
         leg.plan, leg.begun_s, leg.prefill_begun_s = plan, now, now
-        leg.prefill_open, leg.placed, leg.watch = True, False, None
+        leg.prefill_open, leg.placed, leg.in_line, leg.watch = True, False, False, None
         self.attempts[attempt_id] = leg
         for ref in plan.workers:
             self._view.assign(ref, leg.request.num_given_tokens)
         self._view.begin_prefill(plan.prefiller, leg.computed_tokens)
         self._out.begin(leg.computed_tokens, leg.request.num_given_tokens)
+
+    def in_line(self, attempt_ids: Iterable[str]) -> None:
+        """They wait at their workers, from now on until a step computes them."""
+        for attempt_id in attempt_ids:
+            if (leg := self.attempts.get(attempt_id)) is not None:
+                leg.in_line = True
 
     def place(self, leg: Leg, now: float) -> None:
         leg.placed, leg.prefill_begun_s = True, now

@@ -32,11 +32,12 @@ from core.messages import (
 from core.request import FAILURES, GenerateRequest, Placement, TokenDelta
 from router.admission.admission import Admission, no_adapter
 from router.admission.policy import AdmissionPolicy
+from router.blame import shares_of_blame
 from router.books import Books
 from router.config import DispatcherConfig
 from router.drain import must_leave
 from router.effects import Deliver, Effect, RaceEnded, Send
-from router.flow import Flow, Leg, Output, Stage, suspects_of
+from router.flow import Flow, Leg, Output, Stage
 from router.open_requests import OpenRequests
 from router.planner import Planner
 from router.view import ClusterView
@@ -107,8 +108,10 @@ class Dispatcher:
 
     def _heard(self, worker: WorkerRef, answer: Answer, now: float) -> list[Effect]:
         match answer:
-            case StepOutput(deltas, load, others, cache, turns):
+            case StepOutput(deltas, load, others, cache, turns, computing, in_line):
                 self._view.heard(worker, load, others, now)
+                self._view.computes(worker, computing)
+                self._books.in_line(in_line)
                 self.admission.served_elsewhere(turns)
                 missed = self._view.heard_cache(worker, cache, now)
                 effects: list[Effect] = [Send(worker, ResyncCache())] if missed else []
@@ -140,12 +143,13 @@ class Dispatcher:
         self._view.lose(worker, now)
         error = WorkerLost(worker.worker_id, "it died or its stream broke")
         effects: list[Effect] = []
-        suspects = suspects_of(worker, self._open.legs(), self._config.tokens_ahead)
+        shares = shares_of_blame(worker, self._open.legs(), known.computing, self._config.tokens_ahead)
         for flow in list(self._open.flows.values()):
             lost = [leg for leg in flow.legs if leg.stage is not Stage.QUEUED and leg.uses(worker)]
-            suspected = [leg for leg in lost if leg in suspects]
+            suspected = [leg for leg in lost if leg in shares]
             if suspected:
-                flow.blame(any(leg.has_new_tokens for leg in suspected))
+                has_talked = any(leg.has_new_tokens for leg in suspected)
+                flow.blame(has_talked, max(shares[leg] for leg in suspected))
             else:
                 flow.pardon()
             effects += self._go_on(flow, lost, error, now)

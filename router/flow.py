@@ -12,8 +12,7 @@ ends the other. A leg's stages:
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Final
@@ -21,7 +20,6 @@ from typing import Final
 from core.errors import InvariantBroken
 from core.membership import WorkerRef
 from core.request import GenerateRequest, Placement, TokenDelta
-from router.admission.room import LEAST_PROMPTS
 from router.policy.choose import Plan
 from router.policy.transfer import HandoffWatch
 
@@ -77,8 +75,8 @@ class Flow:
     outputs: list[Output]
     legs: list[Leg] = field(default_factory=list)
     num_plans: int = 0
-    num_failures: int = 0
-    num_silent_failures: int = 0
+    num_failures: float = 0.0
+    num_silent_failures: float = 0.0
     num_pardons: int = 0
     num_failed_handoffs: int = 0
 
@@ -88,17 +86,17 @@ class Flow:
         tired = self.placement is Placement.AUTO and self.num_failed_handoffs >= MAX_FAILED_HANDOFFS
         return Placement.LOCAL if tired else self.placement
 
-    def blame(self, has_talked: bool) -> None:
-        """An attempt failed while it was computed. has_talked: it gave a token."""
-        self.num_failures += 1
-        self.num_silent_failures = 0 if has_talked else self.num_silent_failures + 1
+    def blame(self, has_talked: bool, share: float = 1.0) -> None:
+        """An attempt failed while it was computed. has_talked: it gave a token. share: of the blame."""
+        self.num_failures += share
+        self.num_silent_failures = 0.0 if has_talked else self.num_silent_failures + share
 
     def pardon(self) -> None:
         """A worker died without it: then workers die of something else too. One that kills is at every death."""
         if self.num_failures and self.num_pardons < MAX_PARDONS:
             self.num_pardons += 1
-            self.num_failures -= 1
-            self.num_silent_failures = max(0, self.num_silent_failures - 1)
+            self.num_failures = max(0.0, self.num_failures - 1.0)
+            self.num_silent_failures = max(0.0, self.num_silent_failures - 1.0)
 
 
 @dataclass(slots=True, eq=False)
@@ -106,7 +104,8 @@ class Leg:
     """`request` is what workers get, under the id of the current attempt; its choice i is `choices[i]` of the flow.
 
     prefill_open: whoever computes the first token has not sent it. placed: the decode worker has said that it has KV
-    blocks for the prompt. rival: a later or earlier attempt at the same, until either has a token.
+    blocks for the prompt. in_line: whoever computes it has said that it waits there, or is computed.
+    rival: a later or earlier attempt at the same, until either has a token.
     watch: of its hand-off, until the decode worker's second token, where it is of one choice.
     """
 
@@ -118,6 +117,7 @@ class Leg:
     plan: Plan | None = None
     prefill_open: bool = False
     placed: bool = False
+    in_line: bool = False
     begun_s: float = 0.0
     prefill_begun_s: float = 0.0
     rival: Leg | None = None
@@ -169,19 +169,3 @@ class Leg:
             sampling=self.request.sampling.for_choice(index),
             output_token_ids=tuple(self.flow.outputs[self.choices[index]].tokens),
         )
-
-
-def suspects_of(worker: WorkerRef, legs: Iterable[Leg], tokens_ahead: int) -> set[Leg]:
-    """What may have ended a worker: streams that it decoded, and of its prompts those that it can have begun, which
-    ordinarily is all that are out there (router/admission/room.py). Where the last workers have all that others had,
-    most prompts only wait, and would be blamed for one death after the other."""
-    computed = [leg for leg in legs if leg.is_computed_on(worker)]
-    suspects = {leg for leg in computed if leg.has_new_tokens}
-    # By priority, prompts and tokens: batch work may have begun before others came.
-    begun: defaultdict[int, tuple[int, int]] = defaultdict(lambda: (0, 0))
-    for leg in sorted(computed, key=lambda leg: leg.prefill_begun_s):
-        num_prompts, ahead = begun[leg.request.priority]
-        if leg not in suspects and (ahead < tokens_ahead or num_prompts < LEAST_PROMPTS):
-            suspects.add(leg)
-            begun[leg.request.priority] = num_prompts + 1, ahead + leg.computed_tokens
-    return suspects

@@ -128,6 +128,12 @@ class ClusterView:
             worker.load, worker.others, worker.heard_at_s = load, others, now
             worker.weigh()
 
+    def computes(self, ref: WorkerRef, prompts: frozenset[str] | None) -> None:
+        """Which of our prompts are in a worker's latest step, as it says."""
+        worker = self._workers.get(ref)
+        if worker is not None:
+            worker.computing = prompts
+
     def heard_cache(self, ref: WorkerRef, events: CacheEvents | None, now: float) -> bool:
         """What a worker says that it caches; None: as before. True: ask it for a snapshot."""
         worker = self._workers.get(ref)

@@ -20,6 +20,7 @@ class WorkerView:
     reports it. move_at_s: while it drains, when what still runs there is moved elsewhere.
 
     slot: a small number, nobody else's while it lives. heard_at_s: when it last reported.
+    computing: of our prompts, those in its latest step; None: it does not say.
     prompt_tokens: left to compute, and kv_tokens: of open requests, whichever router gave them.
     links: gigabytes/s of the warm KV paths, by the peer's slot, assumed where no probe measured them; lanes: what each
     goes over.
@@ -31,6 +32,7 @@ class WorkerView:
     load: WorkerLoad = field(default_factory=WorkerLoad)
     others: GivenWork = NOTHING_GIVEN
     heard_at_s: float = 0.0
+    computing: frozenset[str] | None = None
     open_tokens: int = 0
     move_at_s: float = math.inf
     prefills: PrefillQueue = field(default_factory=PrefillQueue)

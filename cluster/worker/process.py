@@ -116,7 +116,7 @@ class WorkerProcess:
         """What stands on the engine."""
         config, engine, spawn = self._config, self._engine, self._tasks.spawn
         self._transfer = build_transfer(config, self._ref, engine, self._handoff_ended, self._broken)
-        self._streams = RouterStreams(engine.pool)
+        self._streams = RouterStreams(engine.pool, engine.scheduler.holds)
         transport, driver = self._transfer.transport, self._transfer.driver
         self._peers = Peers(transport.describe(), driver, self._streams.send, spawn)
         url, digest = config.redis_url, engine.identity.digest()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterable
+from contextlib import suppress
+from typing import Final
 
 from cluster.worker.engine import Engine
 from cluster.worker.peers import Peers
@@ -31,13 +33,15 @@ from core.request import Grammar, TokenDelta
 from decode_worker.service import DecodeService
 from decode_worker.session import DecodeConfig, DecodeSession
 from engine.loop import EngineLoop, StepReport
-from engine.step import Progress
+from engine.step import Progress, StepPlan
 from kv_transfer.driver import HandoffOutcome
 from kv_transfer.prefix_index import PrefixIndex
 from prefill_worker.service import PrefillService
 from prefill_worker.session import PrefillConfig, PrefillSession
 from telemetry.tasks import Spawn
 from telemetry.worker_metrics import WorkerMetrics
+
+TELL_TIMEOUT_S: Final = 0.02  # writing takes less than a millisecond
 
 
 class Requests:
@@ -63,7 +67,7 @@ class Requests:
         self._traces = traces
         self._metrics = metrics
         self._spawn = spawn
-        self.loop = EngineLoop(engine.scheduler, engine.runner, self._stepped)
+        self.loop = EngineLoop(engine.scheduler, engine.runner, self._stepped, self._planned)
         self.role = WorkerRole(role, self._make_service, streams.send, engine.scheduler, transfer.handoffs)
 
     def command(self, stream: RouterStream, command: Command) -> None:
@@ -153,6 +157,17 @@ class Requests:
     def _answer(self, answer: Answer) -> None:
         self._traces.answered(answer)
         self._streams.send(answer)
+
+    async def _planned(self, plan: StepPlan) -> None:
+        """Should this step end the process, routers know whose prompts were in it (router/blame.py). What is written is
+        read, also when we are gone."""
+        told = self._streams.computes(plan.prompts, self._engine.scheduler.load)
+        if not told:
+            return
+        with suppress(TimeoutError):
+            async with asyncio.timeout(TELL_TIMEOUT_S):
+                for stream in told:
+                    await stream.outbox.join()
 
     def _stepped(self, progress: list[Progress], report: StepReport) -> None:
         self._metrics.step_done(report.duration_s, report.prefill_tokens, report.decode_tokens)

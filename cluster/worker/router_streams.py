@@ -8,21 +8,35 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Final
 
 from cluster.worker.cache_feed import NO_NEWS, CacheFeed, packed
 from core.membership import NOTHING_GIVEN, GivenWork, WorkerLoad
-from core.messages import Answer, Refused, ReserveBlocks, Reserved, StartGeneration, StartPrefill, StepOutput, Turn
+from core.messages import (
+    Answer,
+    CacheEvents,
+    Refused,
+    ReserveBlocks,
+    Reserved,
+    StartGeneration,
+    StartPrefill,
+    StepOutput,
+    Turn,
+)
 from core.request import TokenDelta
 from engine.block_pool import BlockPool
 from engine.cache_changes import CacheChanges
 
 MAX_UNREAD: Final = 1024  # messages: a router that leaves so many unread is told of the cache again when it reads
+MAX_UNWRITTEN: Final = 4  # of the latest steps: a router that is further behind is not waited for
 
 
 class RouterStream:
-    """One router's open stream: its outbox, the requests that came over it, and what it knows of the cache."""
+    """One router's open stream: its outbox, the requests that came over it, and what it knows of the cache.
+
+    unsaid: of its prompts, those of which it does not know that they wait in line. computing: those in the latest step.
+    """
 
     def __init__(self, router_id: str) -> None:
         self.router_id = router_id
@@ -30,14 +44,17 @@ class RouterStream:
         self.requests: dict[str, GivenWork] = {}
         self.work = NOTHING_GIVEN  # all of them
         self.feed = CacheFeed()
+        self.unsaid: dict[str, None] = {}
+        self.computing: frozenset[str] = frozenset()
         self.turns: deque[Turn] = deque(maxlen=MAX_UNREAD)  # at other routers, that it is to be told of
 
 
 class RouterStreams:
-    """All open streams of one worker, whose cache `pool` is."""
+    """All open streams of one worker, whose cache `pool` is. is_in_line: a prompt waits for steps, or is in one."""
 
-    def __init__(self, pool: BlockPool) -> None:
+    def __init__(self, pool: BlockPool, is_in_line: Callable[[str], bool]) -> None:
         self._pool = pool
+        self._is_in_line = is_in_line
         self._streams: set[RouterStream] = set()
         self._owner: dict[str, RouterStream] = {}
         self._work = NOTHING_GIVEN
@@ -69,6 +86,8 @@ class RouterStreams:
         work = GivenWork(1, num_tokens, 0 if isinstance(command, ReserveBlocks) else num_tokens)
         self._owner[request.request_id] = stream
         self._count(stream, request.request_id, work)
+        if not isinstance(command, ReserveBlocks):
+            stream.unsaid[request.request_id] = None
         if not isinstance(command, StartPrefill) and not request.output_token_ids:  # once, where it is decoded
             turn = Turn(request.tenant, request.priority > 0, request.num_choices, request.num_prompt_tokens)
             for other in self._streams - {stream}:
@@ -84,6 +103,7 @@ class RouterStreams:
         if stream is not None:
             self._count(stream, request_id, NOTHING_GIVEN)
             del stream.requests[request_id]
+            stream.unsaid.pop(request_id, None)
 
     def send(self, answer: Answer) -> None:
         """To the request's owner, or to all when it is about no request."""
@@ -99,8 +119,8 @@ class RouterStreams:
 
     @property
     def behind(self) -> bool:
-        """Some router does not know all of the cache yet: a step would tell it more."""
-        return any(stream.feed.behind for stream in self._streams)
+        """Some router does not know all of the cache yet, or of its prompts' place: a step would tell it more."""
+        return any(stream.feed.behind or any(map(self._is_in_line, stream.unsaid)) for stream in self._streams)
 
     def step(self, deltas: Iterable[TokenDelta], load: WorkerLoad, changes: CacheChanges) -> None:
         """One message to each stream: its requests' new tokens, the load, what others have given, and the cache's
@@ -120,10 +140,37 @@ class RouterStreams:
                 cache = stream.feed.next(news, self._pool)
             elif news != NO_NEWS:
                 stream.feed.begin_again()
-            others = self._work - stream.work
-            turns = tuple(stream.turns)
-            stream.turns.clear()
-            stream.outbox.put_nowait(StepOutput(tuple(shares.get(stream, ())), load, others, cache, turns))
+            self._tell(stream, tuple(shares.get(stream, ())), load, cache)
+
+    def computes(self, request_ids: Iterable[str], load: Callable[[], WorkerLoad]) -> list[RouterStream]:
+        """Tell each router which of its prompts the next step computes, where that is news. Returns: those that are
+        told of some which the step before did not compute, and that keep up with what they are told."""
+        shares: defaultdict[RouterStream, set[str]] = defaultdict(set)
+        for request_id in request_ids:
+            owner = self._owner.get(request_id)
+            if owner is not None:
+                shares[owner].add(request_id)
+        told = []
+        for stream in self._streams:
+            before, stream.computing = stream.computing, frozenset(shares.get(stream, ()))
+            begins = not stream.computing <= before
+            left_out = (stream.requests.get(request_id, NOTHING_GIVEN) for request_id in before - stream.computing)
+            if begins or any(work.prompt_tokens for work in left_out):
+                self._tell(stream, (), load(), None)
+            if begins and stream.outbox.qsize() <= MAX_UNWRITTEN:
+                told.append(stream)
+        return told
+
+    def _tell(
+        self, stream: RouterStream, deltas: tuple[TokenDelta, ...], load: WorkerLoad, cache: CacheEvents | None
+    ) -> None:
+        in_line = tuple(filter(self._is_in_line, stream.unsaid))
+        for request_id in in_line:
+            del stream.unsaid[request_id]
+        turns = tuple(stream.turns)
+        stream.turns.clear()
+        others = self._work - stream.work
+        stream.outbox.put_nowait(StepOutput(deltas, load, others, cache, turns, stream.computing, in_line))
 
     def _count(self, stream: RouterStream, request_id: str, work: GivenWork) -> None:
         change = work - stream.requests.get(request_id, NOTHING_GIVEN)

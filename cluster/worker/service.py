@@ -70,7 +70,8 @@ class WorkerServicer(pb_grpc.WorkerServiceServicer):
         try:
             self._on_open()
             while (answer := await stream.outbox.get()) is not None:
-                yield encode_answer(answer)
+                yield encode_answer(answer)  # and come back once it is written
+                stream.outbox.task_done()
         finally:
             reader.cancel()
             log_state(logger, router_id=stream.router_id, state="disconnected")

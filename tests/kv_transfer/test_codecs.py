@@ -101,7 +101,9 @@ def test_requests_and_deltas_come_out_whole() -> None:
     assert over_the_wire(bare) == bare
     assert all(getattr(DELTA, item.name) != item.default for item in fields(TokenDelta)), "a field is not tried"
     answer = StepOutput((DELTA, TokenDelta("r2", 0, (1,))), WorkerLoad(), GivenWork(1, 2, 3), turns=TURNS)
-    assert decode_answer(pb.ConnectResponse.FromString(encode_answer(answer).SerializeToString())) == answer
+    for computing in (None, frozenset[str](), frozenset({"r1", "r2"})):
+        said = replace(answer, computing=computing, in_line=("r3", "r4"))
+        assert decode_answer(pb.ConnectResponse.FromString(encode_answer(said).SerializeToString())) == said
 
 
 def test_a_worker_s_adapters_come_out_whole() -> None:

@@ -197,7 +197,7 @@ class SoakWorker:
         self.driver.listener.peer_lost = self.peer_lost
         self.driver.listener.pushed = self.pushed
         self.driver.listener.verified = self.verified
-        self.streams = RouterStreams(self.pool)
+        self.streams = RouterStreams(self.pool, self.scheduler.holds)
         self.stream, _ = self.streams.open("soak")
         self.tasks = BackgroundTasks(self.broken)
         self.peers: dict[WorkerRef, PoolDescription] = {}

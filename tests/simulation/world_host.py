@@ -81,7 +81,7 @@ class Host:
         self.scheduler = Scheduler(SchedulerConfig(budget, 16), self.pool, LIMITS, b"id", _no_watch, adapters=[ADAPTER])
         policy = world.rng.choice(list(LoadFailurePolicy))
         self.handoffs = HandoffSessions(ref, self.pool, LEASE, self.pool.match, no_bound, policy)
-        self.streams = RouterStreams(self.pool)
+        self.streams = RouterStreams(self.pool, self.scheduler.holds)
         self.role = WorkerRole(role, self.make_session, self.streams.send, self.scheduler, self.handoffs)
         self.info = worker_info(
             ref,
@@ -297,6 +297,7 @@ class Host:
         if self.stepping or (plan := self.scheduler.plan()) is None:
             return
         self.stepping = True
+        self.streams.computes(plan.prompts, self.scheduler.load)
         duration_s = self.step_s = self.world.step_s(plan) * self.slowness
         drawn: list[tuple[Drawn, ...]] = []
         self.world.at(duration_s / 2, lambda: self.do(lambda: drawn.extend(self.compute(plan))))

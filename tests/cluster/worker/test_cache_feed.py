@@ -25,7 +25,7 @@ def keys(*numbers: int) -> bytes:
 class Worker:
     def __init__(self, pool: BlockPool | None = None) -> None:
         self.pool = pool or BlockPool(8)
-        self.streams = RouterStreams(self.pool)
+        self.streams = RouterStreams(self.pool, lambda _request_id: True)
 
     def cache(self, *numbers: int) -> None:
         blocks = self.pool.allocate(len(numbers))

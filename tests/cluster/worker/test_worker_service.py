@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import signal
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -13,7 +16,7 @@ import pytest
 from tandem.v1 import worker_pb2 as pb
 from tandem.v1 import worker_pb2_grpc as pb_grpc
 
-from cluster.worker.router_streams import RouterStream, RouterStreams
+from cluster.worker.router_streams import MAX_UNWRITTEN, RouterStream, RouterStreams
 from cluster.worker.service import WorkerServicer
 from core.handoff import HandoffTicket
 from core.membership import GivenWork, WorkerLoad, WorkerRef
@@ -34,7 +37,7 @@ class Worker:
     """What a servicer is given, remembered."""
 
     def __init__(self) -> None:
-        self.streams = RouterStreams(BlockPool(1))
+        self.streams = RouterStreams(BlockPool(1), lambda _request_id: True)
         self.commands: list[object] = []
         self.commanded = asyncio.Event()
         self.orphans: list[str] = []
@@ -124,7 +127,7 @@ async def test_a_router_that_greets_anew_wants_nothing_of_its_earlier_stream() -
 
 
 def test_each_router_is_told_what_the_others_gave() -> None:
-    streams = RouterStreams(BlockPool(1))
+    streams = RouterStreams(BlockPool(1), lambda _request_id: True)
     (one, _), (two, _) = streams.open("router-0"), streams.open("router-1")
 
     def others(*deltas: TokenDelta) -> list[GivenWork]:
@@ -147,7 +150,7 @@ def test_each_router_is_told_what_the_others_gave() -> None:
 
 def test_each_router_is_told_once_what_began_at_the_others() -> None:
     """A request where it is decoded, and none that goes on from earlier tokens: it had its turn before."""
-    streams = RouterStreams(BlockPool(1))
+    streams = RouterStreams(BlockPool(1), lambda _request_id: True)
     (one, _), (two, _) = streams.open("router-0"), streams.open("router-1")
     streams.own(one, StartGeneration(replace(REQUEST, request_id="a", tenant="acme", priority=2, num_choices=3)))
     streams.own(one, StartGeneration(replace(REQUEST, request_id="b", output_token_ids=(7,))))
@@ -161,6 +164,52 @@ def test_each_router_is_told_once_what_began_at_the_others() -> None:
     num_tokens = REQUEST.num_prompt_tokens
     assert told() == [(Turn("", False, 1, num_tokens),), (Turn("acme", True, 3, num_tokens),)]
     assert told() == [(), ()]
+
+
+def test_each_router_is_told_which_of_its_prompts_a_step_computes_and_which_wait() -> None:
+    in_line = {"a", "b", "c"}
+    streams = RouterStreams(BlockPool(1), in_line.__contains__)
+    (one, _), (two, _) = streams.open("router-0"), streams.open("router-1")
+    for stream, name in ((one, "a"), (one, "b"), (two, "c"), (two, "not yet")):
+        streams.own(stream, StartGeneration(replace(REQUEST, request_id=name)))
+
+    def said(stream: RouterStream) -> list[tuple[set[str], set[str]]]:
+        answers: list[Any] = [stream.outbox.get_nowait() for _ in range(stream.outbox.qsize())]
+        return [(set(it.computing), set(it.in_line)) for it in answers]
+
+    assert streams.computes(["a"], WorkerLoad) == [one]
+    assert (said(one), said(two)) == ([({"a"}, {"a", "b"})], [])
+    assert streams.computes(["a"], WorkerLoad) == [] and said(one) == []  # its next chunk
+    assert streams.behind
+    streams.step([TokenDelta("a", 0, (7,))], WorkerLoad(), NO_CHANGES)
+    assert (said(one), said(two)) == ([({"a"}, set())], [(set(), {"c"})])
+    assert not streams.behind
+    in_line.add("not yet")
+    assert streams.behind
+    assert set(streams.computes(["b", "c"], WorkerLoad)) == {one, two}
+    assert (said(one), said(two)) == ([({"b"}, set())], [({"c"}, {"not yet"})])
+    assert streams.computes([], WorkerLoad) == []  # nobody waits for that: what was left out was preempted
+    assert (said(one), said(two)) == ([(set(), set())], [(set(), set())])
+    for _ in range(MAX_UNWRITTEN):
+        streams.step((), WorkerLoad(), NO_CHANGES)
+    assert streams.computes(["b"], WorkerLoad) == []  # a router that reads nothing
+
+
+@pytest.mark.parametrize("how", ["wait", "at-once"])
+async def test_whose_prompt_a_worker_dies_of_is_known_once_it_was_written(how: str) -> None:
+    script = Path(__file__).with_name("tell_and_die.py")
+    worker = await asyncio.create_subprocess_exec(sys.executable, script, how, stdout=asyncio.subprocess.PIPE)
+    assert worker.stdout is not None
+    address, computing = f"127.0.0.1:{int(await worker.stdout.readline())}", set[str]()
+    async with grpc.aio.insecure_channel(address, options=(("grpc.enable_http_proxy", 0),)) as channel:
+        stream = pb_grpc.WorkerServiceStub(channel).Connect()
+        await stream.write(pb.ConnectRequest(hello=pb.RouterHello(router_id="r", worker=encode_ref(ME))))
+        await stream.write(encode_command(StartGeneration(REQUEST)))
+        with pytest.raises(grpc.aio.AioRpcError):
+            while True:
+                computing |= set((await stream.read()).step.computing.request_ids)
+    assert await worker.wait() == -signal.SIGKILL
+    assert computing == ({"r"} if how == "wait" else set())
 
 
 async def test_a_router_that_says_nothing_for_long_has_nothing_here_any_more(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -259,18 +259,28 @@ class ConnectResponse(_message.Message):
     def __init__(self, step: _Optional[_Union[StepOutput, _Mapping]] = ..., reserved: _Optional[_Union[Reserved, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., peer_connected: _Optional[_Union[PeerConnected, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ..., serving: _Optional[_Union[Serving, _Mapping]] = ...) -> None: ...
 
 class StepOutput(_message.Message):
-    __slots__ = ("deltas", "load", "others", "cache", "turns")
+    __slots__ = ("deltas", "load", "others", "cache", "turns", "computing", "in_line")
     DELTAS_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     OTHERS_FIELD_NUMBER: _ClassVar[int]
     CACHE_FIELD_NUMBER: _ClassVar[int]
     TURNS_FIELD_NUMBER: _ClassVar[int]
+    COMPUTING_FIELD_NUMBER: _ClassVar[int]
+    IN_LINE_FIELD_NUMBER: _ClassVar[int]
     deltas: _containers.RepeatedCompositeFieldContainer[TokenDelta]
     load: WorkerLoad
     others: GivenWork
     cache: CacheEvents
     turns: _containers.RepeatedCompositeFieldContainer[Turn]
-    def __init__(self, deltas: _Optional[_Iterable[_Union[TokenDelta, _Mapping]]] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., others: _Optional[_Union[GivenWork, _Mapping]] = ..., cache: _Optional[_Union[CacheEvents, _Mapping]] = ..., turns: _Optional[_Iterable[_Union[Turn, _Mapping]]] = ...) -> None: ...
+    computing: Prompts
+    in_line: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, deltas: _Optional[_Iterable[_Union[TokenDelta, _Mapping]]] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., others: _Optional[_Union[GivenWork, _Mapping]] = ..., cache: _Optional[_Union[CacheEvents, _Mapping]] = ..., turns: _Optional[_Iterable[_Union[Turn, _Mapping]]] = ..., computing: _Optional[_Union[Prompts, _Mapping]] = ..., in_line: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class Prompts(_message.Message):
+    __slots__ = ("request_ids",)
+    REQUEST_IDS_FIELD_NUMBER: _ClassVar[int]
+    request_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, request_ids: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Turn(_message.Message):
     __slots__ = ("tenant", "batch", "num_choices", "prompt_tokens")
