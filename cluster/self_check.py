@@ -5,7 +5,9 @@ decode worker, must give the same tokens; the KV must really have moved; and no 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
+from bisect import bisect_right
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -23,8 +25,8 @@ SETTLE_TIMEOUT_S: Final = 15.0  # longer than a hand-off lease: what is then hel
 POLL_S: Final = 0.05
 REPORT_PERIOD_S: Final = 1.1  # an idle worker reports its load once a second: a zero must outlive an old report
 
-_LONG: Final = "".join(f"{number}. Prefill computes a prompt; decode continues it.\n" for number in range(1, 41))
-PROMPTS: Final = (PROMPT, "def fibonacci(n):\n    ", _LONG)  # the last one: about 600 tokens
+SHORT: Final = (PROMPT, "def fibonacci(n):\n    ")
+LINES: Final = tuple(f"{number}. Prefill computes a prompt; decode continues it.\n" for number in range(1, 41))
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +74,11 @@ class Parity:
 
 async def check_parity(http_url: str, registry_address: str, model: str) -> Parity:
     """Run the check. Raises: CommandFailed, its message starting with the parity line where it came so far."""
+    workers = [item.worker for item in (await fetch_status(registry_address)).workers]
+    prompts = prompts_within(min(min(it.max_context_tokens, it.num_blocks * it.block_size) for it in workers))
     async with _session() as session:
-        local = await asyncio.gather(*(complete(session, http_url, model, text, "local") for text in PROMPTS))
-        remote = await asyncio.gather(*(complete(session, http_url, model, text, "remote") for text in PROMPTS))
+        local = await asyncio.gather(*(complete(session, http_url, model, text, "local") for text in prompts))
+        remote = await asyncio.gather(*(complete(session, http_url, model, text, "remote") for text in prompts))
     orphaned_blocks = await settled_blocks(registry_address)
     status = await fetch_status(registry_address)
     pairs = [pair for one, other in zip(local, remote, strict=True) for pair in _side_by_side(one, other)]
@@ -90,6 +94,13 @@ async def check_parity(http_url: str, registry_address: str, model: str) -> Pari
     if parity.fault:
         raise CommandFailed(f"{parity.line}: {parity.fault}")
     return parity
+
+
+def prompts_within(context_tokens: int) -> tuple[str, ...]:
+    """Two short ones, and one of 600 tokens, or of the lines that are sure to fit: no token has less than a byte."""
+    num_bytes = list(itertools.accumulate(len(line.encode()) for line in LINES))
+    long = "".join(LINES[: bisect_right(num_bytes, context_tokens - MAX_TOKENS - 1)])  # 1: a first token of the model's
+    return (*SHORT, long) if long else SHORT
 
 
 async def check_request(http_url: str, model: str, max_tokens: int = MAX_TOKENS) -> Completion:

@@ -57,7 +57,9 @@ async def _announce(config: WorkerConfig, address: str, router: str) -> None:
         role=worker_pb2.ROLE_PREFILL if config.role is Role.PREFILL else worker_pb2.ROLE_DECODE,
         address=address,
         block_bytes=BLOCK_BYTES,
+        block_size=config.block_size,
         num_blocks=config.num_blocks,
+        max_context_tokens=config.num_blocks * config.block_size,
     )
     async with grpc.aio.insecure_channel(router) as channel:
         stub = worker_pb2_grpc.RouterServiceStub(channel)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, Final
 
 import grpc
 import pytest
@@ -13,8 +13,10 @@ from stub_processes import BLOCK_BYTES, BLOCKS_MOVED, StubRouterService, complet
 from tandem.v1 import worker_pb2, worker_pb2_grpc
 
 from cluster import self_check
-from cluster.self_check import check_parity, check_request
+from cluster.self_check import LINES, MAX_TOKENS, SHORT, check_parity, check_request, prompts_within
 from core.errors import CommandFailed
+
+CONTEXT: Final = {"block_size": 16, "num_blocks": 1024, "max_context_tokens": 8192}
 
 
 @asynccontextmanager
@@ -29,7 +31,7 @@ async def running(app: web.Application, service: StubRouterService) -> AsyncIter
     await server.start()
     for worker_id, role in (("prefill-0", worker_pb2.ROLE_PREFILL), ("decode-0", worker_pb2.ROLE_DECODE)):
         ref = worker_pb2.WorkerRef(worker_id=worker_id, incarnation="1")
-        worker = worker_pb2.WorkerInfo(ref=ref, role=role, block_bytes=BLOCK_BYTES)
+        worker = worker_pb2.WorkerInfo(ref=ref, role=role, block_bytes=BLOCK_BYTES, **CONTEXT)
         await service.Announce(worker_pb2.AnnounceRequest(worker=worker), None)
     try:
         yield f"http://127.0.0.1:{runner.addresses[0][1]}", f"127.0.0.1:{port}"
@@ -68,6 +70,17 @@ async def test_a_fault_fails_the_check(app_settings: dict[str, Any], used_blocks
         with pytest.raises(CommandFailed) as caught:
             await check_parity(url, address, "tiny")
     assert message in str(caught.value)
+
+
+def test_its_prompts_fit_the_context_whatever_the_tokenizer_makes_of_them() -> None:
+    assert prompts_within(8192)[-1].count("\n") == len(LINES)
+    assert prompts_within(64) == SHORT
+    for context_tokens in (100, 128, 500, 1024):
+        *short, long = prompts_within(context_tokens)
+        assert tuple(short) == SHORT
+        assert (
+            len(long.encode()) + 1 + MAX_TOKENS <= context_tokens < len(long.encode()) + 1 + MAX_TOKENS + len(LINES[-1])
+        )
 
 
 async def test_where_a_key_comes_from_is_said_when_one_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
