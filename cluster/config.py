@@ -131,7 +131,7 @@ class ClusterConfig(WorkerSettings):
                 raise BadRequest("adapters", f"{message}, got {name!r}")
         # What a router or a worker would refuse is refused here already.
         DispatcherConfig(local_prefill_cost=self.local_prefill_cost)
-        for worker_id, role in self.roles:
+        for worker_id, role in self.roles.items():
             worker_config(self, worker_id, "any", role, router_addresses=self.registry_addresses)
 
     @property
@@ -169,18 +169,15 @@ class ClusterConfig(WorkerSettings):
         return f"{self.controller_host}:{self.controller_port}"
 
     @property
-    def roles(self) -> tuple[tuple[str, Role], ...]:
-        """(worker id, role) of every wanted worker, prefill first."""
+    def roles(self) -> dict[str, Role]:
+        """Of every wanted worker, by worker id, prefill first."""
         num_prefill = 0 if self.aggregated else self.num_prefill
-        return (
-            *((f"prefill-{index}", Role.PREFILL) for index in range(num_prefill)),
-            *((f"decode-{index}", Role.DECODE) for index in range(self.num_decode)),
-        )
+        prefill = {f"prefill-{index}": Role.PREFILL for index in range(num_prefill)}
+        return prefill | {f"decode-{index}": Role.DECODE for index in range(self.num_decode)}
 
     def ordinal(self, worker_id: str) -> int:
-        """Its place among the cluster's workers; 0 if it is none."""
-        names = [name for name, _ in self.roles]
-        return names.index(worker_id) if worker_id in names else 0
+        """Its place among the cluster's workers."""
+        return list(self.roles).index(worker_id)
 
 
 def worker_config(cluster: ClusterConfig, worker_id: str, incarnation: str, role: Role, **rest: Any) -> WorkerConfig:
@@ -190,7 +187,7 @@ def worker_config(cluster: ClusterConfig, worker_id: str, incarnation: str, role
     values["kv_interface"] = _taken(cluster.kv_interface.split(";"), turn)
     values["numa_node"] = int(_taken(cluster.numa_nodes.split(","), turn)) if cluster.numa_nodes else None
     values |= rest
-    place = dict(cluster.roles).get(worker_id, role)  # its hardware, whatever it serves as
+    place = cluster.roles[worker_id]  # its hardware, whatever it serves as
     price = cluster.prefill_price_per_hour if place is Role.PREFILL else cluster.decode_price_per_hour
     return WorkerConfig(worker_id=worker_id, incarnation=incarnation, role=role, price_per_hour=price, **values)
 

@@ -14,7 +14,7 @@ prefills.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from random import Random
@@ -136,17 +136,17 @@ class _Place:
 
 
 class Fleet:
-    """The wanted set of workers. stand_in: prefill workers stand in for decode workers."""
+    """wanted: the role of each place. stand_in: prefill workers stand in for decode workers."""
 
     def __init__(
         self,
-        wanted: Iterable[tuple[str, Role]],
+        wanted: Mapping[str, Role],
         random: Random,
         backoff: Callable[[], Backoff] = Backoff,
         *,
         stand_in: bool = False,
     ) -> None:
-        self._places = {worker_id: _Place(worker_id, role, backoff()) for worker_id, role in wanted}
+        self._places = {worker_id: _Place(worker_id, role, backoff()) for worker_id, role in wanted.items()}
         self._random = random
         self._stand_in = stand_in
         self._stopping = False

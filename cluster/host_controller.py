@@ -92,7 +92,7 @@ class HostController:
 
     async def _adopt(self, ref: WorkerRef, actor: Actor) -> bool:
         """Take over a worker that serves as one of ours would."""
-        role = dict(self._config.roles).get(ref.worker_id)
+        role = self._config.roles.get(ref.worker_id)
         if role is None:
             return False
         try:
@@ -135,7 +135,7 @@ class HostController:
 
     def _spawn(self, order: StartWorker) -> tuple[Actor, WorkerConfig]:
         ref, config = order.ref, self._config
-        resource = RESOURCES[dict(config.roles)[ref.worker_id]]  # of its place, whatever it serves as
+        resource = RESOURCES[config.roles[ref.worker_id]]  # of its place, whatever it serves as
         num_gpus = config.tensor_parallel_size if config.tensor_parallel_size > 1 else 0
         actor = self._ray.create(WorkerActor, str(ref), self._paths.worker, resource=resource, num_gpus=num_gpus)
         return actor, self._worker_config(ref, order.role)

@@ -105,7 +105,7 @@ class Launcher:
     async def _bring_up(self) -> None:
         async with self._progress.step("starting Ray" + ("" if self._config.redis_url else " and Valkey")):
             await asyncio.gather(self._ray.start(RAY_START_TIMEOUT_S), self._start_valkey())
-        names = ", ".join(worker_id for worker_id, _ in self._config.roles)
+        names = ", ".join(self._config.roles)
         routers = "the router" if len(self._routers) == 1 else f"{len(self._routers)} routers"
         async with self._progress.step(f"starting {routers}, loading weights into {names}"):
             self._keeping_routers = [self._keep(router.run()) for router in self._routers]

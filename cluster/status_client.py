@@ -70,10 +70,10 @@ def _unreachable(address: str, error: grpc.aio.AioRpcError) -> Unreachable:
 def missing(status: worker_pb2.GetStatusResponse, config: ClusterConfig) -> str:
     """What a full cluster still lacks in the router's view; empty when nothing."""
     ready = {item.worker.ref.worker_id: item for item in status.workers if item.life == Life.READY}
-    absent = [worker_id for worker_id, _ in config.roles if worker_id not in ready]
+    absent = [worker_id for worker_id in config.roles if worker_id not in ready]
     if absent:
         return f"{', '.join(absent)} not registered"
-    by_role = {role: [name for name, its in config.roles if its is role] for role in Role}
+    by_role = {role: [name for name, its in config.roles.items() if its is role] for role in Role}
     unconnected = [
         f"{prefill}-{decode}"
         for prefill in by_role[Role.PREFILL]

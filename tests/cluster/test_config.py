@@ -24,7 +24,7 @@ MODEL = Path("/models/tiny")
 
 def test_defaults_are_one_of_each_on_loopback() -> None:
     config = load_cluster_config(None, {}, MODEL)
-    assert config.roles == (("prefill-0", Role.PREFILL), ("decode-0", Role.DECODE))
+    assert config.roles == {"prefill-0": Role.PREFILL, "decode-0": Role.DECODE}
     assert (config.http_host, config.http_port) == ("127.0.0.1", 8000)
     assert (config.grpc_host, config.grpc_port) == ("127.0.0.1", 50051)
     assert config.served_model_name == "tiny"
@@ -32,7 +32,7 @@ def test_defaults_are_one_of_each_on_loopback() -> None:
 
 def test_aggregated_has_decode_workers_only() -> None:
     config = load_cluster_config(None, {"aggregated": True, "num_decode": 2}, MODEL)
-    assert config.roles == (("decode-0", Role.DECODE), ("decode-1", Role.DECODE))
+    assert config.roles == {"decode-0": Role.DECODE, "decode-1": Role.DECODE}
 
 
 def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> None:
@@ -218,7 +218,7 @@ def test_workers_take_interfaces_and_numa_nodes_in_turn() -> None:
         (config.worker_id, config.kv_interface, config.numa_node)
         for config in (
             worker_config(cluster, name, "9f3a", role, router_addresses=("127.0.0.1:1",))
-            for name, role in cluster.roles
+            for name, role in cluster.roles.items()
         )
     ]
     assert taken == [("prefill-0", "mlx5_0:1,eth0", 4), ("decode-0", "mlx5_1:1", 7), ("decode-1", "mlx5_0:1,eth0", 4)]

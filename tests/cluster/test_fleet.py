@@ -29,7 +29,7 @@ from cluster.fleet import (
 )
 from core.membership import Life, Role, WorkerRef
 
-WANTED = (("prefill-0", Role.PREFILL), ("decode-0", Role.DECODE))
+WANTED = {"prefill-0": Role.PREFILL, "decode-0": Role.DECODE}
 STABLE_AFTER_S = 60.0
 BACKOFF = partial(Backoff, first_s=1.0, max_s=4.0, stable_after_s=STABLE_AFTER_S)
 
@@ -45,7 +45,9 @@ def started(effects: list[Effect]) -> list[WorkerRef]:
 def test_the_first_wake_starts_each_wanted_worker_once() -> None:
     fleet = make_fleet()
     effects = fleet.step(Wake(), 0.0)
-    assert [(ref.worker_id, effect.role) for ref, effect in zip(started(effects), effects, strict=True)] == list(WANTED)
+    assert [(ref.worker_id, effect.role) for ref, effect in zip(started(effects), effects, strict=True)] == list(
+        WANTED.items()
+    )
     assert fleet.lives == {"prefill-0": Life.STARTING, "decode-0": Life.STARTING}
     assert fleet.step(Wake(), 1.0) == []
 
@@ -154,10 +156,10 @@ def test_never_more_lives_than_places_and_each_ends_once(script: list[tuple[str,
     assert len(running) == len(WANTED)
 
 
-THREE = (("prefill-0", Role.PREFILL), ("decode-0", Role.DECODE), ("decode-1", Role.DECODE))
+THREE = WANTED | {"decode-1": Role.DECODE}
 
 
-def ready_fleet(wanted: tuple[tuple[str, Role], ...] = THREE) -> tuple[Fleet, dict[str, WorkerRef]]:
+def ready_fleet(wanted: dict[str, Role] = THREE) -> tuple[Fleet, dict[str, WorkerRef]]:
     fleet = Fleet(wanted, Random(1), BACKOFF)
     refs = {ref.worker_id: ref for ref in started(fleet.step(Wake(), 0.0))}
     for ref in refs.values():
@@ -262,7 +264,7 @@ def test_a_worker_that_is_taken_over_is_watched_like_one_of_ours_and_not_started
 class StandIn:
     """A prefill and a decode worker that are ready, with stand-ins."""
 
-    def __init__(self, *, stand_in: bool = True, wanted: tuple[tuple[str, Role], ...] = WANTED) -> None:
+    def __init__(self, *, stand_in: bool = True, wanted: dict[str, Role] = WANTED) -> None:
         self.fleet = Fleet(wanted, Random(1), BACKOFF, stand_in=stand_in)
         self.refs = {ref.worker_id: ref for ref in started(self.fleet.step(Wake(), 0.0))}
         for ref in self.refs.values():  # prefill-0 first: nobody stands in for one that has never been there
@@ -306,7 +308,7 @@ def test_one_that_stands_in_and_dies_starts_again_as_what_it_was() -> None:
 
 def test_nobody_stands_in_where_another_decodes_or_an_operator_wants_it_so_or_all_ends() -> None:
     assert StandIn(stand_in=False).die("decode-0") == []
-    assert StandIn(wanted=(*WANTED, ("decode-1", Role.DECODE))).die("decode-0") == []
+    assert StandIn(wanted=THREE).die("decode-0") == []
     drained = StandIn()
     ref = drained.fleet.drain("decode-0", None, force=True)
     drained.fleet.drained(ref, None, done=True)

@@ -17,7 +17,7 @@ from cluster.fleet import Fleet, StartWorker
 from cluster.ray_runtime import ActorFailed
 from core.membership import Life, Role
 
-WANTED = [("prefill-0", Role.PREFILL), ("decode-0", Role.DECODE)]
+WANTED = {"prefill-0": Role.PREFILL, "decode-0": Role.DECODE}
 
 
 class FakeActor:

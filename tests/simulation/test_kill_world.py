@@ -33,7 +33,7 @@ from tests.simulation.world_host import Host
 NUM_STREAMS = 16
 KILL_EVERY_S = 5.0
 REST_S = 90.0
-PLACES = (("p0", Role.PREFILL), ("p1", Role.PREFILL), ("d0", Role.DECODE), ("d1", Role.DECODE))
+PLACES = {"p0": Role.PREFILL, "p1": Role.PREFILL, "d0": Role.DECODE, "d1": Role.DECODE}
 SWITCH_TIMEOUT_S = 5.0
 
 
@@ -126,7 +126,7 @@ def walk(seed: int, kills_s: float, *, stand_in: bool) -> Waits:
     world = KillWorld(seed, kills_s, stand_in=stand_in)
     world.run_until(kills_s + REST_S)
     world.check_over()
-    assert {place: host.role.role for place, host in world.hosts.items()} == dict(PLACES)
+    assert {place: host.role.role for place, host in world.hosts.items()} == PLACES
     return Waits(
         [str(client.error) for client in world.clients if client.error is not None],
         max(client.first_s - client.submitted_s for client in world.clients),
