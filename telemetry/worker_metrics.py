@@ -11,6 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from core.blocks import CacheTier
+from core.membership import WorkerLoad
 from telemetry.buckets import BYTE_BUCKETS, STAGE_BUCKETS_S, STEP_BUCKETS_S
 
 
@@ -57,11 +58,7 @@ class WorkerState:
     """What a worker is asked for at each scrape: gauges as they are now, totals since start. What is None is not known,
     and no series says anything of it."""
 
-    free_blocks: int
-    used_blocks: int
-    quarantined_blocks: int
-    running_requests: int
-    waiting_requests: int
+    load: WorkerLoad
     open_requests: int
     orphaned_blocks: int
     open_handoffs: int
@@ -88,16 +85,13 @@ class WorkerMetrics:
 
     def __init__(self, registry: CollectorRegistry, read_state: Callable[[], WorkerState]) -> None:
         self.registry = registry
-        self.step_s = Histogram(
+        self._step_s = Histogram(
             "tandem_worker_step_seconds", "Time of one engine step.", buckets=STEP_BUCKETS_S, registry=registry
         )
-        self.tokens = Counter("tandem_worker_tokens_total", "Tokens computed.", ["kind"], registry=registry)
-        self.pushes = Counter("tandem_kv_transfer_pushes_total", "KV pushes ended.", ["outcome"], registry=registry)
-        self.pushed_bytes = Counter("tandem_kv_transfer_bytes_total", "KV bytes this worker wrote.", registry=registry)
-        self.push_s = Histogram(
-            "tandem_kv_transfer_push_seconds", "Time of one push.", buckets=STEP_BUCKETS_S, registry=registry
-        )
-        self.push_bytes = Histogram(
+        self._tokens = Counter("tandem_worker_tokens_total", "Tokens computed.", ["kind"], registry=registry)
+        self._pushes = Counter("tandem_kv_transfer_pushes_total", "KV pushes ended.", ["outcome"], registry=registry)
+        self._pushed_bytes = Counter("tandem_kv_transfer_bytes_total", "KV bytes this worker wrote.", registry=registry)
+        self._push_bytes = Histogram(
             "tandem_kv_transfer_push_bytes", "Size of one push.", buckets=BYTE_BUCKETS, registry=registry
         )
         self._stage_s = Histogram(
@@ -122,23 +116,22 @@ class WorkerMetrics:
 
     def step_done(self, duration_s: float, prefill_tokens: int, decode_tokens: int) -> None:
         """Count one engine step and the tokens it computed."""
-        self.step_s.observe(duration_s)
-        self.tokens.labels(TokenKind.PREFILL).inc(prefill_tokens)
-        self.tokens.labels(TokenKind.DECODE).inc(decode_tokens)
+        self._step_s.observe(duration_s)
+        self._tokens.labels(TokenKind.PREFILL).inc(prefill_tokens)
+        self._tokens.labels(TokenKind.DECODE).inc(decode_tokens)
 
     def push_done(
         self, outcome: PushOutcome, num_bytes: int, wait_s: float, duration_s: float, exposed_s: float
     ) -> None:
         """Count one push, and its bytes if they arrived."""
-        self.pushes.labels(outcome).inc()
+        self._pushes.labels(outcome).inc()
         self._stage_s.labels(TransferStage.WAIT).observe(wait_s)
         self._stage_s.labels(TransferStage.PUSH).observe(duration_s)
         self._transfer_s.labels(TransferPart.EXPOSED).inc(exposed_s)
         self._transfer_s.labels(TransferPart.HIDDEN).inc(wait_s + duration_s - exposed_s)
         if outcome is PushOutcome.DONE:
-            self.pushed_bytes.inc(num_bytes)
-            self.push_bytes.observe(num_bytes)
-            self.push_s.observe(duration_s)
+            self._pushed_bytes.inc(num_bytes)
+            self._push_bytes.observe(num_bytes)
 
     def landed(self, duration_s: float) -> None:
         """Count a hand-off of which this worker was the source, by the time since its last push."""
@@ -162,13 +155,14 @@ class WorkerStateCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         state = self._read_state()
+        load = state.load
         blocks = GaugeMetricFamily("tandem_worker_blocks", "KV blocks by state.", labels=["state"])
-        blocks.add_metric([BlockState.FREE], state.free_blocks)
-        blocks.add_metric([BlockState.USED], state.used_blocks)
-        blocks.add_metric([BlockState.QUARANTINED], state.quarantined_blocks)
+        blocks.add_metric([BlockState.FREE], load.free_blocks)
+        blocks.add_metric([BlockState.USED], load.used_blocks)
+        blocks.add_metric([BlockState.QUARANTINED], load.quarantined_blocks)
         yield blocks
-        yield GaugeMetricFamily("tandem_worker_running_requests", "Requests in the batch.", state.running_requests)
-        yield GaugeMetricFamily("tandem_worker_waiting_requests", "Requests not begun.", state.waiting_requests)
+        yield GaugeMetricFamily("tandem_worker_running_requests", "Requests in the batch.", load.running_requests)
+        yield GaugeMetricFamily("tandem_worker_waiting_requests", "Requests not begun.", load.waiting_requests)
         yield GaugeMetricFamily("tandem_worker_open_requests", "Requests not ended here.", state.open_requests)
         yield GaugeMetricFamily(
             "tandem_worker_orphaned_blocks", "Blocks held when all work had last ended.", state.orphaned_blocks

@@ -26,11 +26,7 @@ def read_state(
     """
     load, pushes = engine.scheduler.load(), transfer.transport.stats()
     return WorkerState(
-        free_blocks=load.free_blocks,
-        used_blocks=load.used_blocks,
-        quarantined_blocks=load.quarantined_blocks,
-        running_requests=load.running_requests,
-        waiting_requests=load.waiting_requests,
+        load=load,
         open_requests=load.running_requests + load.waiting_requests + num_unscheduled,
         orphaned_blocks=orphaned_blocks,
         open_handoffs=len(transfer.handoffs),

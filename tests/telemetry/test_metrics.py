@@ -7,6 +7,7 @@ from dataclasses import replace
 from prometheus_client import CollectorRegistry, generate_latest
 
 from core.blocks import CacheTier
+from core.membership import WorkerLoad
 from router.admission.policy import Band
 from telemetry.router_metrics import PolicyMetrics, RouterMetrics, RouterState, RouterStateCollector, RoutingMetrics
 from telemetry.slo_metrics import SloTargets
@@ -67,7 +68,6 @@ WORKER_FAMILIES = {
     "tandem_kv_transfer_in_flight",
     "tandem_kv_transfer_peers_lost",
     "tandem_kv_transfer_push_bytes",
-    "tandem_kv_transfer_push_seconds",
     "tandem_kv_transfer_pushes",
     "tandem_kv_transfer_seconds",
     "tandem_kv_transfer_stage_seconds",
@@ -89,11 +89,7 @@ WORKER_FAMILIES = {
 
 
 STATE = WorkerState(
-    free_blocks=5,
-    used_blocks=2,
-    quarantined_blocks=1,
-    running_requests=3,
-    waiting_requests=4,
+    load=WorkerLoad(waiting_requests=4, running_requests=3, free_blocks=5, used_blocks=2, quarantined_blocks=1),
     open_requests=7,
     orphaned_blocks=0,
     open_handoffs=0,
