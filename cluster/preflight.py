@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
-import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -18,6 +16,7 @@ from cluster.worker.config import DTYPES, num_slots
 from core.errors import BadModel, BadRequest
 from engine.adapter_config import AdapterConfig
 from engine.digest import adapter_digest
+from engine.disk_slots import require_room
 from engine.json_file import read_json_object
 from engine.model_config import ModelConfig
 from engine.parallel.shard import require_split
@@ -136,17 +135,8 @@ def require_cache_room(config: ClusterConfig) -> None:
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if num_bytes > memory:
         raise BadRequest("host_cache_bytes", f"{num_bytes} of all workers, but this machine has {memory}")
-    folder = config.disk_cache_folder
-    if folder is None:
-        return
-    try:
-        tempfile.TemporaryFile(dir=folder).close()
-        free = shutil.disk_usage(folder).free
-    except OSError as error:
-        raise BadRequest("disk_cache_folder", f"{folder} cannot be written: {error}") from error
-    num_bytes = config.disk_cache_bytes * len(config.roles)
-    if num_bytes > free:
-        raise BadRequest("disk_cache_bytes", f"{num_bytes} of all workers, but {folder} has {free} free")
+    if config.disk_cache_folder is not None:
+        require_room(config.disk_cache_folder, config.disk_cache_bytes * len(config.roles), "all workers")
 
 
 def require_policy(file: Path | None) -> None:

@@ -3,11 +3,28 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 from array import array
 from pathlib import Path
 
 import xxhash
+
+from core.errors import BadRequest
+
+
+def require_room(folder: Path, num_bytes: int, whose: str) -> None:
+    """Taking what there is until it ends would harm others. whose: those bytes, for the message.
+
+    Raises: BadRequest: naming the setting: `folder` cannot be written, or has less room.
+    """
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        raise BadRequest("disk_cache_folder", f"{folder} cannot be written: {error}") from error
+    if num_bytes > free:
+        raise BadRequest("disk_cache_bytes", f"{num_bytes} bytes of {whose}, but {folder} has {free} free")
 
 
 class DiskSlots:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +9,7 @@ from pathlib import Path
 from cluster.worker.config import WorkerConfig, num_slots
 from core.errors import BadRequest
 from engine.cache_tiers import CacheTiers
-from engine.disk_slots import DiskSlots
+from engine.disk_slots import DiskSlots, require_room
 from engine.host_slots import HostSlots
 from engine.runner import ModelRunner
 from engine.tier_driver import TierDriver
@@ -47,13 +45,8 @@ def build_tiers(config: WorkerConfig, runner: ModelRunner) -> Tiers | None:
 
 
 def _open_disk(folder: Path, num_bytes: int, num_slots: int, slot_bytes: int) -> DiskSlots:
+    require_room(folder, num_bytes, "one worker")
     try:
-        free = shutil.disk_usage(folder).free
-        if num_bytes > free:  # taking what there is until it ends would harm others
-            raise BadRequest("disk_cache_bytes", f"{num_bytes} bytes, but {folder} has {free} free")
         return DiskSlots(folder, num_slots, slot_bytes)
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            message = f"{num_bytes} bytes in {folder}: {error.strerror}"
-            raise BadRequest("disk_cache_bytes", message) from error
-        raise BadRequest("disk_cache_folder", f"{folder} cannot be written: {error}") from error
+    except OSError as error:  # a quota, a file's largest size, or another took the room meanwhile
+        raise BadRequest("disk_cache_bytes", f"{num_bytes} bytes in {folder}: {error.strerror}") from error
