@@ -16,14 +16,12 @@ from typing import Final, assert_never
 
 from cluster.burial import Bury, Location
 from cluster.config import ClusterConfig
-from cluster.fleet import (
-    DrainRefused,
+from cluster.fleet import DrainRefused, Fleet, RefusalReason
+from cluster.fleet_events import (
     Effect,
     EndWorker,
     Event,
-    Fleet,
     ForgetWorker,
-    RefusalReason,
     StartFailed,
     StartWorker,
     StopAsked,

@@ -25,7 +25,8 @@ from cluster.config import ClusterConfig, worker_config
 from cluster.controller import Controller
 from cluster.controller_service import listen_controller
 from cluster.death_notices import DeathNotices
-from cluster.fleet import Event, Fleet, StartFailed, StartWorker, WorkerDied, WorkerStarted
+from cluster.fleet import Fleet
+from cluster.fleet_events import Event, StartFailed, StartWorker, WorkerDied, WorkerStarted
 from cluster.progress import Progress
 from cluster.ray_runtime import STOP_TIMEOUT_S, Actor, ActorFailed, RayRuntime
 from cluster.worker.config import WorkerConfig

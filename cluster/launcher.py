@@ -27,7 +27,8 @@ from cluster.config import ClusterConfig, router_config, worker_config
 from cluster.controller import Controller
 from cluster.controller_service import listen_controller
 from cluster.death_notices import DeathNotices
-from cluster.fleet import Event, Fleet, StartFailed, StartWorker, WorkerDied, WorkerStarted
+from cluster.fleet import Fleet
+from cluster.fleet_events import Event, StartFailed, StartWorker, WorkerDied, WorkerStarted
 from cluster.folders import RunFolders
 from cluster.last_drain import drain_all, tell_open_requests
 from cluster.progress import Progress

@@ -21,16 +21,8 @@ from cluster.actors import WorkerActor
 from cluster.burial import bury_here
 from cluster.config import ClusterConfig, worker_config
 from cluster.controller import Controller
-from cluster.fleet import (
-    DrainRefused,
-    Event,
-    Fleet,
-    RefusalReason,
-    StartFailed,
-    StartWorker,
-    WorkerDied,
-    WorkerStarted,
-)
+from cluster.fleet import DrainRefused, Fleet, RefusalReason
+from cluster.fleet_events import Event, StartFailed, StartWorker, WorkerDied, WorkerStarted
 from cluster.ray_runtime import Actor, ActorFailed, RayRuntime
 from cluster.worker.config import WorkerConfig
 from core.membership import Role, WorkerRef

@@ -10,14 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.backoff import Backoff
-from cluster.fleet import (
-    DrainRefused,
+from cluster.fleet import DrainRefused, Fleet, RefusalReason
+from cluster.fleet_events import (
     Effect,
     EndWorker,
     Event,
-    Fleet,
     ForgetWorker,
-    RefusalReason,
     StartFailed,
     StartWorker,
     StopAsked,

@@ -13,7 +13,8 @@ import pytest
 
 from cluster.config import ClusterConfig
 from cluster.controller import Controller
-from cluster.fleet import Fleet, StartWorker
+from cluster.fleet import Fleet
+from cluster.fleet_events import StartWorker
 from cluster.ray_runtime import ActorFailed
 from core.membership import Life, Role
 

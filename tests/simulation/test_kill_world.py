@@ -10,10 +10,10 @@ import random
 import sys
 from dataclasses import dataclass, replace
 
-from cluster.fleet import (
+from cluster.fleet import Fleet
+from cluster.fleet_events import (
     EndWorker,
     Event,
-    Fleet,
     ForgetWorker,
     StartWorker,
     SwitchRole,
