@@ -9,13 +9,16 @@ Every block is in exactly one of three places:
 free + used + quarantined = total, always (`check`).
 
 A cached block that is taken for something else goes to the tiers below (engine/cache_tiers.py), where there are any,
-and comes back into a fresh block when it is hit there.
+and comes back into a fresh block when it is hit there. Where that is more than may be copied at once, the same is done
+ahead, to blocks that stay free (`copy_ahead`).
 """
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
+from itertools import islice
 
 from core.blocks import CacheTier
 from core.errors import InvariantBroken
@@ -41,6 +44,7 @@ class BlockPool:
         self._cached: dict[BlockHash, int] = {}
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._quarantined: set[int] = set()
+        self._ahead: dict[BlockHash, CacheTier] = {}  # brought here and not hit since, and where from
 
     @property
     def num_free(self) -> int:
@@ -89,19 +93,22 @@ class BlockPool:
     ) -> tuple[list[int], list[int]] | None:
         """Take a reference on every cached block of the leading run of `hashes`, and fresh blocks up to `num_blocks`.
 
-        Blocks of the run that only the host has are copied into fresh ones, and are hits too. At least `keep_free`
-        blocks stay free.
+        Blocks of the run that only the host has are copied into fresh ones, and are hits too, as far as may be copied
+        now. At least `keep_free` blocks stay free.
 
         Returns: (hit blocks, fresh blocks), or None, with nothing changed, when there is not enough room.
         """
-        run = self._run(hashes[:num_blocks])
+        run = self._run(hashes[:num_blocks], self.tiers.copies_left)
         here = [block for block in run if block is not None]
-        revived = sum(1 for block in here if self._references[block] == 0)
-        if revived + num_blocks - len(here) + keep_free > self.num_free:
+        if not self._has_room(here, num_blocks, keep_free):
             return None
         self.hold(here)
-        self.hit_blocks[CacheTier.DEVICE] += len(here)
-        absent = [block_hash for block_hash, block in zip(hashes, run, strict=False) if block is None]
+        absent = []
+        for block_hash, block in zip(hashes, run, strict=False):
+            if block is None:
+                absent.append(block_hash)
+            else:
+                self.hit_blocks[self._ahead.pop(block_hash, CacheTier.DEVICE)] += 1
         self.tiers.keep(absent)
         fresh = self._take(num_blocks - len(here))
         for block_hash, block in zip(absent, fresh, strict=False):
@@ -109,6 +116,33 @@ class BlockPool:
             self.cache(block, block_hash)
         self.tiers.keep(())
         return [self._cached[block_hash] for block_hash in hashes[: len(run)]], fresh[len(absent) :]
+
+    def copy_ahead(self, hashes: Sequence[BlockHash], num_blocks: int, keep_free: int = 0) -> int:
+        """What `acquire` of the same would copy, as far as may be copied now, where that is not all of it.
+
+        Returns: how many copies that leaves to later steps; 0 too where there is no room for it.
+        """
+        run = self._run(hashes[:num_blocks])
+        here = [block for block in run if block is not None]
+        if not self._has_room(here, num_blocks, keep_free):
+            return 0
+        absent = [block_hash for block_hash, block in zip(hashes, run, strict=False) if block is None]
+        unsaved = self._unsaved(num_blocks - len(here), set(here))
+        num_missing = len(unsaved) + len(absent)
+        if num_missing <= self.tiers.copies_left:
+            return 0
+        for block in reversed(here):  # not for what follows
+            if block in self._free:
+                self._free.move_to_end(block)
+        self.tiers.keep(absent)
+        self.tiers.keep(())
+        left = self.tiers.copies_left
+        for block_hash, block in unsaved:
+            self.tiers.save(block_hash, block)
+        for block_hash in absent:
+            if not self._bring(block_hash):
+                break
+        return num_missing - left + self.tiers.copies_left
 
     def allocate(self, num_blocks: int) -> list[int] | None:
         """Fresh blocks with one reference each, or None, with nothing changed, when there are too few."""
@@ -194,15 +228,44 @@ class BlockPool:
             )
         self.tiers.check()
 
-    def _run(self, hashes: Iterable[BlockHash]) -> list[int | None]:
-        """Blocks of the longest leading run that can be had at once; None for those that only the host has."""
-        found = []
+    def _run(self, hashes: Iterable[BlockHash], most_absent: int = sys.maxsize) -> list[int | None]:
+        """Blocks of the longest leading run that can be had at once; None for those that only the host has, at most
+        `most_absent`."""
+        found: list[int | None] = []
         for block_hash in hashes:
             block = self._cached.get(block_hash)
-            if block is None and self.tiers.place(block_hash) is not CacheTier.HOST:
-                break
+            if block is None:
+                if not most_absent or self.tiers.place(block_hash) is not CacheTier.HOST:
+                    break
+                most_absent -= 1
             found.append(block)
         return found
+
+    def _has_room(self, here: Iterable[int], num_blocks: int, keep_free: int) -> bool:
+        """For `num_blocks`, of which these are here."""
+        num_held = sum(1 for block in here if self._references[block] > 0)
+        return num_blocks - num_held + keep_free <= self.num_free
+
+    def _unsaved(self, num_blocks: int, spared: Container[int]) -> list[tuple[BlockHash, int]]:
+        """What would have to be copied to the host for so many fresh blocks, the first one first."""
+        if not self.tiers.num_slots[CacheTier.HOST]:
+            return []
+        next_ones = islice((block for block in self._free if block not in spared), num_blocks)
+        held = ((self._hash_of[block], block) for block in next_ones)
+        return [(it, block) for it, block in held if it is not None and self.tiers.place(it) is not CacheTier.HOST]
+
+    def _bring(self, block_hash: BlockHash) -> bool:
+        """Copy a host block into a free one, which stays free. False: that is more than may be copied now."""
+        num_copies = 1 + len(self._unsaved(1, ()))
+        if num_copies > self.tiers.copies_left or self.tiers.place(block_hash) is not CacheTier.HOST:
+            return False
+        self.tiers.keep([block_hash])
+        (block,) = self._take(1)
+        self._ahead[block_hash] = self.tiers.load(block_hash, block)
+        self.tiers.keep(())
+        self.cache(block, block_hash)
+        self.release([block])
+        return True
 
     def _places(self, hashes: Iterable[BlockHash]) -> Iterator[tuple[BlockHash, CacheTier]]:
         """The leading run that any tier holds."""
@@ -227,6 +290,7 @@ class BlockPool:
     def _uncache(self, block: int, block_hash: BlockHash) -> None:
         self.moves.note(block_hash)
         self._hash_of[block] = None
+        self._ahead.pop(block_hash, None)
         del self._cached[block_hash]
 
     def _drop_reference(self, block: int) -> None:

@@ -4,6 +4,8 @@
 2. What the host has is written to the disk as soon as that has time for it; a block whose slot is taken before is lost.
 3. What a waiting request needs of the disk is read into host slots (`read`); what these hold is copied into fresh
    device blocks as the request is admitted (`load`).
+What is copied between two steps is bounded while others run (`begin_step`): beyond that a block is lost, and who waits
+for copies waits for another step (`BlockPool.copy_ahead`).
 A host slot keeps its block when the device has it again. One operation of the disk is under way at a time, through
 memory of its own (engine/tier_driver.py), so no slot is ever locked, and nothing is read twice for two who want it.
 
@@ -12,6 +14,7 @@ Keys are the hashes of the pool: of identity, tenant, salt and adapter (core/ide
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
@@ -24,7 +27,12 @@ from engine.slot_table import SlotTable
 
 
 class HostCopies(Protocol):
-    """Copies whole blocks between the device pool and host slots, and returns when they are done."""
+    """Copies whole blocks between the device pool and host slots, and returns when they are done.
+
+    copies_per_step: how many, where others wait for it.
+    """
+
+    copies_per_step: int
 
     def save(self, block: int, slot: int) -> None: ...
 
@@ -33,6 +41,8 @@ class HostCopies(Protocol):
 
 class NoCopies:
     """The HostCopies of a worker without tiers: there is no slot to copy to."""
+
+    copies_per_step = 0
 
     def save(self, block: int, slot: int) -> None:
         raise InvariantBroken(f"block {block} saved to slot {slot} of none")
@@ -76,7 +86,16 @@ class CacheTiers:
         self._from_disk: set[BlockHash] = set()  # read into the host, and not loaded since
         self._writing: DiskWrite | None = None
         self._unwanted: DiskWrite | None = None  # what is written of a block that was forgotten meanwhile
-        self._kept: Collection[BlockHash] = ()
+        self._kept: set[BlockHash] = set()
+        self.copies_left = sys.maxsize  # until the next step
+
+    @property
+    def copies_per_step(self) -> int:
+        return self._copies.copies_per_step
+
+    def begin_step(self, *, bounded: bool = True) -> None:
+        """Until the next call no more is copied than one step may; or all that is asked for, as nobody waits for it."""
+        self.copies_left = self.copies_per_step if bounded else sys.maxsize
 
     def place(self, block_hash: BlockHash) -> CacheTier | None:
         if block_hash in self._host:
@@ -94,13 +113,15 @@ class CacheTiers:
     # --- the device pool's side ---
 
     def save(self, block_hash: BlockHash, block: int) -> None:
-        """Keep a block that the device pool is about to give to somebody else."""
+        """Keep a block that the device pool gives to somebody else, now or soon; unless no more may be copied, beside
+        what is about to be loaded."""
         if block_hash in self._host:
             self._host.touch(block_hash)
         else:
-            slot = self._take_host_slot()
+            slot = self._take_host_slot() if self.copies_left > len(self._kept) else None
             if slot is None:
                 return
+            self.copies_left -= 1
             self._copies.save(block, slot)
             self._host.insert(block_hash, slot)
         self._write_later(block_hash)
@@ -109,10 +130,12 @@ class CacheTiers:
         """These host blocks stay until the next call: they are about to be loaded."""
         for block_hash in hashes:
             self._host.touch(block_hash)
-        self._kept = frozenset(hashes)
+        self._kept = set(hashes)
 
     def load(self, block_hash: BlockHash, block: int) -> CacheTier:
         """Copy a host block into a device block that nobody else has. Returns: the tier that it came from."""
+        self._kept.discard(block_hash)
+        self.copies_left -= 1
         self._copies.load(self._host.slot(block_hash), block)
         if block_hash in self._from_disk:
             self._from_disk.discard(block_hash)

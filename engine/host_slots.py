@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Final
 
 import torch
 
 from engine.cpu.memory import HugeMemory
+
+# What a step's decodes may wait for: 4 ms, 9 ms at p95 (docs/adr/0030-cache-tiers.md: 0.09 and 0.2 ms for 720 KiB).
+STEP_COPY_BYTES: Final = 32 << 20
 
 
 class HostSlots:
@@ -22,6 +26,7 @@ class HostSlots:
         # [num_blocks, bytes of a part]; a view, so what is not contiguous is refused
         self._pools = [pool.view(len(pool), -1).view(torch.uint8) for pool in kv_pools]
         self.slot_bytes = sum(pool.shape[1] for pool in self._pools)
+        self.copies_per_step = max(1, STEP_COPY_BYTES // self.slot_bytes)
         memory = HugeMemory(num_slots * self.slot_bytes)
         self._slots = memory.tensor((num_slots, self.slot_bytes), torch.uint8)
 

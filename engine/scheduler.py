@@ -17,13 +17,15 @@ first. A newcomer leaves room for the next blocks of those who run, and for whoe
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from itertools import chain
+from typing import Final
 
 from core.errors import InvariantBroken
-from core.identity import Adapter
+from core.identity import Adapter, BlockHash
 from core.membership import WorkerLoad
 from core.request import GenerateRequest
 from engine.block_pool import BlockPool
@@ -35,6 +37,8 @@ from engine.sequence_maker import SequenceMaker
 from engine.step import NOT_FINITE, Answer, Progress, StepPlan
 from engine.step_pace import StepPace
 from engine.waiting_line import WaitingLine, rank
+
+COPY_PATIENCE: Final = 2  # times the steps that copies take alone: decodes that need blocks copy as well
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +80,7 @@ class Scheduler:
         self._pace = StepPace(config.max_decode_slowdown)
         self._in_flight: StepPlan | None = None
         self._computing: tuple[Sequence, ...] = ()  # of the step in flight, one for each slice
+        self._copied_by = 0  # the last step for which any of those who wait does so for its copies
         self.num_steps = 0
         self.num_preemptions = 0
 
@@ -164,6 +169,7 @@ class Scheduler:
         """The next step, or None when there is nothing to compute. One step is in flight at a time."""
         if self._in_flight is not None:
             raise InvariantBroken("plan while a step is in flight")
+        self.pool.tiers.begin_step()
         chosen: dict[Sequence, int] = {}
         budget = self.config.token_budget
         num_decodes = sum(sequence.decoding for sequence in self._running)
@@ -307,14 +313,31 @@ class Scheduler:
             owed = sum(item.num_blocks_to(item.num_known) for item in behind.before(sequence))
             fork = min(sequence.num_fork_blocks, self.pool.num_blocks - num_blocks)  # what the pool cannot have anyway
             keep_free = owed + growth + fork
+            if self._copies_first(sequence, hashes, num_blocks, keep_free):
+                return False
             while (taken := self.pool.acquire(hashes, num_blocks, keep_free)) is None:
                 if not (due and self._preempt_batch(num_blocks + keep_free)):
                     return False
             found.append(Reservation(sequence, *taken))
             return True
 
+        if not self._running:
+            self.pool.tiers.begin_step(bounded=False)
         line.admit(self.num_steps, due=due, take=take)
+        if not self._running:
+            self.pool.tiers.begin_step()
         return found[0] if found else None
+
+    def _copies_first(self, sequence: Sequence, hashes: list[BlockHash], num_blocks: int, keep_free: int) -> bool:
+        """Whether it waits for the next step, as its blocks take more copies than one may wait for. So it does for a
+        bounded number of steps, after those of others who wait so; what is not copied by then is lost, or computed."""
+        if sequence.copied_by is not None and self.num_steps >= sequence.copied_by:
+            return False
+        num_missing = self.pool.copy_ahead(hashes, num_blocks, keep_free)
+        if num_missing and sequence.copied_by is None:
+            num_steps = math.ceil(COPY_PATIENCE * num_missing / self.pool.tiers.copies_per_step)
+            sequence.copied_by = self._copied_by = max(self._copied_by, self.num_steps) + num_steps
+        return num_missing > 0
 
     def _preempt_batch(self, num_blocks: int) -> bool:
         """Preempt the last of batch work, to get `num_blocks` free in the end. False: all of it would not be enough.

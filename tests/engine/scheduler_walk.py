@@ -76,6 +76,8 @@ def walk(seed: int) -> Bench:
     back."""
     rng, nan_rng, tier_rng = random.Random(seed), random.Random(f"nan {seed}"), random.Random(f"tiers {seed}")
     tiers = TokenTiers(tier_rng.choice([2, 4, 8]), tier_rng.choice([0, 10, 40, 40])) if seed % 2 else None
+    if tiers is not None:
+        tiers.copies_per_step = tier_rng.choice([1, 2, 4, 1000])
     growth_blocks = rng.randrange(2)
     bench = Bench(
         rng.randrange(14, 30),
@@ -95,8 +97,10 @@ def walk(seed: int) -> Bench:
         again = [replace(item, request_id=f"{item.request_id}+{turn}") for turn in range(3) for item in wanted]
         wanted += tier_rng.sample(again, len(again))
     waiting, ended = list(wanted), set()
+    bounded, num_copies = False, 0
     for _ in range(3000):
         if waiting and rng.random() < 0.3:
+            bounded = bounded and bool(bench.scheduler._running)
             item = waiting.pop()
             if item.num_choices == 1 and rng.random() < 0.3:
                 item = cut(bench, item, rng)
@@ -104,6 +108,9 @@ def walk(seed: int) -> Bench:
                 bench.add(item)
         if tiers is not None:
             trouble(tiers, tier_rng)
+        if tiers is not None and bounded:  # others ran all the time since the last plan
+            assert tiers.num_copies - num_copies <= tiers.copies_per_step
+        bounded, num_copies = bool(bench.scheduler._running), tiers.num_copies if tiers else 0
         plan = bench.scheduler.plan()
         if rng.random() < 0.05:
             name = rng.choice(wanted).request_id

@@ -253,7 +253,7 @@ def test_what_is_about_to_be_loaded_is_not_given_up_for_what_its_blocks_held() -
 
 
 def test_the_walks_have_hits_in_every_tier() -> None:
-    seen: Counter[str] = walk_all(range(1, 41, 2))
+    seen: Counter[str] = walk_all(range(1, 61, 2))
     assert all(seen[f"{tier} hits"] > 10 for tier in CacheTier), seen
 
 

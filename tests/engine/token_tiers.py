@@ -19,6 +19,7 @@ class TokenTiers:
     """
 
     memory: TokenMemory
+    copies_per_step = 1000
 
     def __init__(self, num_host_slots: int, num_disk_slots: int = 0) -> None:
         self.decisions = CacheTiers(self, num_host_slots, num_disk_slots)
@@ -27,14 +28,17 @@ class TokenTiers:
         self.given: dict[int, Tokens] = {}
         self.under_way: tuple[DiskRead | DiskWrite, Tokens] | None = None
         self.num_reads = 0
+        self.num_copies = 0
 
     def save(self, block: int, slot: int) -> None:
+        self.num_copies += 1
         slots = self.memory.slots
         self.host[slot] = {
             offset: slots[block, offset] for offset in range(self.memory.block_size) if (block, offset) in slots
         }
 
     def load(self, slot: int, block: int) -> None:
+        self.num_copies += 1
         for offset in range(self.memory.block_size):
             self.memory.slots.pop((block, offset), None)
         self.memory.slots.update({(block, offset): token for offset, token in self.host[slot].items()})

@@ -74,6 +74,7 @@ class Host:
         self._on_thaw: list[Callable[[], None]] = []
         self.tiers = TokenTiers(*world.tiers)
         self.tiers.decisions.on_work = self.drive_disk
+        self.tiers.copies_per_step = world.tier_rng.choice([1, 3, 1000])
         self.disk_is_busy = False
         self.pool = BlockPool(world.num_blocks, self.tiers.decisions)
         self.memory = self.tiers.memory = ChainMemory(self.pool, world.salts.__getitem__)
