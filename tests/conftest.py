@@ -24,6 +24,8 @@ OWN_CLUSTERS = (
     "test_refused_handoff",
     "test_router_replicas",
 )
+# They share one.
+ON_RAY = ("test_burial", "test_controller", "test_host_controller", "test_spare", "test_stand_in")
 
 
 class ByFile(LoadScopeScheduling):
@@ -34,8 +36,9 @@ class ByFile(LoadScopeScheduling):
 
     def _split_scope(self, nodeid: str) -> str:
         file = Path(nodeid.partition("::")[0])
-        shares = file.parent.name == "acceptance" and file.stem not in OWN_CLUSTERS
-        return "shared clusters" if shares else str(file)
+        if file.parent.name == "acceptance" and file.stem not in OWN_CLUSTERS:
+            return "shared clusters"
+        return "on Ray" if file.parent.name == "cluster" and file.stem in ON_RAY else str(file)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ByFile:

@@ -63,6 +63,7 @@ def fetch_default_model(target: Path, progress: Progress) -> Path:
     if (target / "config.json").is_file():
         return target
     progress.say(f"making {target}, once")
+    target.parent.mkdir(parents=True, exist_ok=True)  # what cannot be written is said before the work
     # Imported only when it is needed: it loads the readers of both formats.
     from engine.gguf_import import import_default_model
 

@@ -20,6 +20,7 @@ from tandem.v1 import worker_pb2, worker_pb2_grpc
 
 from cluster import processes
 from cluster.free_ports import free_ports
+from engine.cache_folder import cache_folder
 from engine.cpu.build import kernel_folder
 
 START_TIMEOUT_S = 120.0
@@ -112,9 +113,9 @@ def running_cluster(model: Path, cache: Path, *flags: str, **settings: Any) -> I
         **ports, "controller_port": controller_port, "num_blocks": 512, "policy_file": str(cache / POLICY), **settings,
     }  # fmt: skip
     config.write_text(json.dumps(values))  # JSON is YAML
-    kernels = kernel_folder()
-    kernels.mkdir(parents=True, exist_ok=True)
-    (cache / "kernels").symlink_to(kernels)  # compiled once, not by every cluster
+    for shared in (kernel_folder(), cache_folder() / "digests"):  # compiled and read once, not by every cluster
+        shared.mkdir(parents=True, exist_ok=True)
+        (cache / shared.name).symlink_to(shared)
     output = cache / "up.log"
     command = [sys.executable, "-m", "cluster.main", "up", "--model", str(model), "--config", str(config)]
     environment = {

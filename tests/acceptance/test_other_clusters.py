@@ -1,9 +1,7 @@
-"""Clusters of another shape: aggregated, and bfloat16."""
+"""Clusters of another shape: bfloat16. Aggregated ones: tests/acceptance/test_prefix_routing.py."""
 
 from __future__ import annotations
 
-import json
-import urllib.request
 from pathlib import Path
 
 import pytest
@@ -11,19 +9,7 @@ import pytest
 from tests.acceptance.golden import CASES
 from tests.acceptance.running_cluster import running_cluster
 
-SHORT = next(case for case in CASES if case.name == "short")
 PROSE = next(case for case in CASES if case.name == "prose_256")
-
-
-def test_aggregated_one_worker_does_both(model_folder: Path, tmp_path: Path) -> None:
-    with running_cluster(model_folder, tmp_path, "--aggregated") as cluster:
-        assert list(cluster.workers()) == ["decode-0"]
-        with urllib.request.urlopen(f"{cluster.http}/health", timeout=10) as response:
-            assert json.load(response) == {"status": "ok"}
-        answer = cluster.complete(list(SHORT.prompt_ids), max_tokens=64)
-        assert tuple(answer["choices"][0]["token_ids"]) == SHORT.output_ids
-        assert answer["usage"]["tandem"]["kv_blocks_moved"] == 0
-        cluster.wait_idle()
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -48,6 +49,17 @@ def known_blocks(cluster: RunningCluster) -> int:
     with urllib.request.urlopen(f"{cluster.http}/metrics", timeout=5) as response:
         (value,) = re.findall(rb"^tandem_router_known_blocks (\S+)", response.read(), re.MULTILINE)
     return int(float(value))
+
+
+def test_aggregated_workers_do_both(two_decodes: RunningCluster) -> None:
+    cluster, case = two_decodes, next(case for case in CASES if case.name == "short")
+    assert sorted(cluster.workers()) == ["decode-0", "decode-1"]
+    with urllib.request.urlopen(f"{cluster.http}/health", timeout=10) as response:
+        assert json.load(response) == {"status": "ok"}
+    answer = cluster.complete(list(case.prompt_ids), max_tokens=64)
+    assert tuple(answer["choices"][0]["token_ids"]) == case.output_ids
+    assert answer["usage"]["tandem"]["kv_blocks_moved"] == 0
+    cluster.wait_idle()
 
 
 def test_a_prefix_goes_to_its_holder_and_another_one_to_the_idle_worker(two_decodes: RunningCluster) -> None:

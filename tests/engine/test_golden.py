@@ -9,7 +9,9 @@ from tests.engine.golden import golden_cases
 from tests.engine.token_stream import generate
 
 CASES = golden_cases()
-OUTPUT_TOKENS = 24  # of the slow path; the kernels say all of them (tests/engine/cpu/test_scheduled_golden.py)
+# Of the slow path; the kernels say all tokens of all cases (tests/engine/cpu/test_scheduled_golden.py).
+OUTPUT_TOKENS = 12
+LEFT_OUT = ("prose_1024",)  # 1,500 tokens of the same kind are here
 CHUNKED_PROMPT = 512  # tokens: some of each kind of chunk
 CHUNKED_TOKENS = 8  # after the prompt, chunked and whole runs read the same KV: test_invariance holds the rest
 BFLOAT16_TOKENS = 16
@@ -17,13 +19,15 @@ BFLOAT16_GAP = 0.05  # logits; where the best two tokens are closer, bfloat16 we
 
 
 def test_golden_tokens_in_float32(default_runner: TorchModelRunner) -> None:
+    cases = [case for case in CASES if case["name"] not in LEFT_OUT]
+    assert len(cases) == len(CASES) - len(LEFT_OUT)
     outputs = generate(
         default_runner,
-        [case["prompt_ids"] for case in CASES],
-        [min(OUTPUT_TOKENS, len(case["output_ids"])) for case in CASES],
+        [case["prompt_ids"] for case in cases],
+        [min(OUTPUT_TOKENS, len(case["output_ids"])) for case in cases],
         chunk_tokens=2048,
     )
-    pairs = zip(CASES, outputs, strict=True)
+    pairs = zip(cases, outputs, strict=True)
     wrong = [case["name"] for case, output in pairs if output != case["output_ids"][:OUTPUT_TOKENS]]
     assert not wrong
 
