@@ -10,10 +10,10 @@ using namespace tandem;
 extern "C" void bench_attend(void* pool_units, int is_block_major, int num_blocks, int num_layers, int num_kv_heads,
                              int head_dim, int group, const std::int32_t* block_ids, int batch, int num_pages,
                              const void* queries, void* outputs) {
-    AttentionScratch scratch{nullptr, nullptr, AttentionScratch::stride_for(num_pages * page_tokens)};
-    std::vector<float> scores(max_tile_rows * scratch.stride), probabilities(scores);
-    scratch.scores = scores.data();
-    scratch.probabilities = probabilities.data();
+    const long stride = AttentionScratch::stride_for(num_pages * page_tokens);
+    std::vector<float> scores(max_bunch_rows * stride), probabilities(scores);
+    std::vector<Lanes> sums(max_bunch_rows * head_dim / num_lanes);
+    const AttentionScratch scratch{scores.data(), probabilities.data(), sums.data(), stride};
     std::vector<Run> runs;
     for (int sequence = 0; sequence < batch; ++sequence)
         runs.push_back({0, 1, num_pages * page_tokens - 1, block_ids + sequence * num_pages});

@@ -15,22 +15,26 @@ namespace tandem {
 
 constexpr int pages_for(int num_tokens) { return (num_tokens + page_tokens - 1) / page_tokens; }
 
-// One KV head's pages of one sequence in one layer; none where `num_pages` is 0.
+// Rows that are attended from together: those of one tile, of each KV head of a bunch.
+constexpr int max_bunch_rows = 12;
+
+// The pages of a bunch of KV heads of one sequence in one layer; none where `num_pages` is 0.
 template <class Unit>
-struct PagedHead {
+struct PagedHeads {
     const KvPool<Unit>* pool;
     const std::int32_t* block_ids;
-    int layer, kv_head, num_pages;
+    int layer, first_head, num_heads, num_pages;
 
-    const Unit* keys(int page) const { return pool->keys(block_ids[page], layer, kv_head); }
-    const Unit* values(int page) const { return pool->values(block_ids[page], layer, kv_head); }
+    const Unit* keys(int page, int head) const { return pool->keys(block_ids[page], layer, first_head + head); }
+    const Unit* values(int page, int head) const { return pool->values(block_ids[page], layer, first_head + head); }
 };
 
-// Memory that tiles reuse, rows `stride` floats apart. The stride is no multiple of 4 KiB, whose rows would share sets
-// of the first-level cache.
+// Memory that tiles reuse, rows `stride` floats apart, those of a bunch's first head first. The stride is no multiple
+// of 4 KiB, whose rows would share sets of the first-level cache.
 struct AttentionScratch {
-    float* scores;         // [max_tile_rows][stride]
-    float* probabilities;  // [max_tile_rows][stride], in units of the dtype
+    float* scores;         // [max_bunch_rows][stride]
+    float* probabilities;  // [max_bunch_rows][stride], in units of the dtype
+    Lanes* sums;           // max_bunch_rows * head_dim / 16: tiles, head after head
     long stride;
 
     static long stride_for(int most_tokens) {
@@ -40,24 +44,33 @@ struct AttentionScratch {
     }
 };
 
-// scores[row][token] = query . key, not scaled, for all tokens of all pages.
+// scores[head, row][token] = query . key, not scaled, for all tokens of all pages. Values are fetched meanwhile.
+//   queries: [Rows][head_dim] of each head, heads `head_stride` units apart.
 template <class Unit, int Rows>
-void score_pages(const Unit* queries, int head_steps, const PagedHead<Unit>& head, const PagedHead<Unit>& next,
+void score_pages(const Unit* queries, long head_stride, const PagedHeads<Unit>& heads,
                  const AttentionScratch& scratch) {
-    for (int first_page = 0; first_page < head.num_pages; first_page += tile_vectors) {
-        const Unit* pages[tile_vectors];
-        for (int column = 0; column < tile_vectors; ++column) {
-            const int page = first_page + column;
-            // Past the last page the last one is scored again, into memory that nothing reads.
-            pages[column] = head.keys(std::min(page, head.num_pages - 1));
-            if (page < next.num_pages) prefetch(next.keys(page), next.pool->page_bytes());
+    const int head_steps = heads.pool->head_steps();
+    for (int first_page = 0; first_page < heads.num_pages; first_page += tile_vectors)
+        for (int head = 0; head < heads.num_heads; ++head) {
+            const Unit *keys[tile_vectors], *values[tile_vectors];
+            for (int column = 0; column < tile_vectors; ++column) {
+                // Past the last page the last one is scored again, into memory that nothing reads.
+                const int page = std::min(first_page + column, heads.num_pages - 1);
+                keys[column] = heads.keys(page, head);
+                values[column] = heads.values(page, head);
+            }
+            Tile<Rows, tile_vectors> sums = {};
+            accumulate(sums, queries + head * head_stride, head_steps, keys, page_tokens, head_steps,
+                       [&](int step) TANDEM_INLINE_LAMBDA {
+#pragma GCC unroll 4
+                           for (int column = 0; column < tile_vectors; ++column)
+                               prefetch(values[column] + step * page_tokens);
+                       });
+            float* scores = scratch.scores + head * Rows * scratch.stride + first_page * page_tokens;
+            for (int row = 0; row < Rows; ++row)
+                for (int column = 0; column < tile_vectors; ++column)
+                    store(scores + row * scratch.stride + column * page_tokens, sums[row][column]);
         }
-        Tile<Rows, tile_vectors> sums = {};
-        accumulate<Unit, Rows, tile_vectors>(sums, queries, head_steps, pages, page_tokens, head_steps);
-        for (int row = 0; row < Rows; ++row)
-            for (int column = 0; column < tile_vectors; ++column)
-                store(scratch.scores + row * scratch.stride + (first_page + column) * page_tokens, sums[row][column]);
-    }
 }
 
 // Weights exp((score - highest) * scale) of one row, rounded to units; 0 from token `num_visible` on.
@@ -83,48 +96,76 @@ float soften(const float* scores, int num_visible, int num_pages, float scale, U
     return 1.0f / sum_of(sum);
 }
 
-// outputs[row][first_dim ...] = weighted mean of the values, 16 * Columns dimensions of it.
+// sums[row][column] += weighted values of one head's pages [first_page, last_page), of tokens below `num_tokens`, in
+// dimensions [first_dim, + 16 * Columns). The keys of the same pages of `next` are fetched meanwhile.
+//   weights: of the head's rows, `stride` units apart.
 template <class Unit, int Rows, int Columns>
-void weigh_values(const AttentionScratch& scratch, const PagedHead<Unit>& head, const PagedHead<Unit>& next,
-                  int num_tokens, int first_dim, const float (&inverse_sums)[Rows], Unit* const (&outputs)[Rows]) {
+void weigh_values(const Unit* weights, long stride, const PagedHeads<Unit>& heads, const PagedHeads<Unit>& next,
+                  int head, int first_page, int last_page, int num_tokens, int first_dim, Tile<Rows, Columns>& sums) {
     constexpr int step_values = values_per_unit<Unit>, page_steps = page_tokens / step_values;
-    const auto* weights = reinterpret_cast<const Unit*>(scratch.probabilities);
-    const int head_dim = head.pool->head_dim;
-    Tile<Rows, Columns> sums = {};
-    for (int page = 0; page < head.num_pages; ++page) {
-        const Unit* values = head.values(page) + first_dim;
-        if (first_dim == 0 && page < next.num_pages) prefetch(next.values(page), next.pool->page_bytes());
+    const int head_dim = heads.pool->head_dim;
+    Tile<Rows, Columns> tile;
+    copy_tile(sums, tile);
+    for (int page = first_page; page < last_page; ++page) {
+        const Unit* values = heads.values(page, head) + first_dim;
+        const Unit* ahead = page < next.num_pages && head < next.num_heads ? next.keys(page, head) + first_dim : values;
         const Unit* right[Columns];
         for (int column = 0; column < Columns; ++column) right[column] = values + column * num_lanes;
         const int num_steps = std::min(page_steps, (num_tokens - page * page_tokens + step_values - 1) / step_values);
-        accumulate<Unit, Rows, Columns>(sums, weights + page * page_steps, scratch.stride, right, head_dim, num_steps);
+        accumulate(tile, weights + page * page_steps, stride, right, head_dim, num_steps,
+                   [&](int step) TANDEM_INLINE_LAMBDA {
+#pragma GCC unroll 4
+                       for (int column = 0; column < Columns; ++column)
+                           prefetch(ahead + step * head_dim + column * num_lanes);
+                   });
     }
-    for (int row = 0; row < Rows; ++row)
-        for (int column = 0; column < Columns; ++column)
-            store_values(outputs[row] + (first_dim + column * num_lanes) / step_values,
-                         sums[row][column] * inverse_sums[row]);
+    copy_tile(tile, sums);
 }
 
-// Attend from rows that share a KV head.
-//   queries: [Rows][head_dim], rotated, not scaled.   num_visible: tokens that each row sees, itself included.
-//   outputs: one row of head_dim each.
-//   next: what is attended to next: fetched from memory meanwhile, as scattered pages are not a stream that the
-//   processor would fetch ahead by itself.
+// Attend from `Rows` rows of each head of a bunch.
+//   queries: [Rows][head_dim] of each head, rotated, not scaled, heads `head_stride` units apart.
+//   num_visible: tokens that each row sees, itself included.
+//   outputs: of the first head, one row of head_dim each; those of the next lie `output_stride` units further on.
+//   next: what is attended to next.
+// Scattered pages are not a stream that the processor would fetch ahead by itself. So one line is asked for with each
+// that is used: what is asked for faster than memory gives it is dropped. And the heads of a page, which lie together,
+// are taken after one another and four pages in turn: four streams come faster than one
+// (bench/results/2026-11-30-engine.md).
 template <class Unit, int Rows>
-void attend_tile(const Unit* queries, const PagedHead<Unit>& head, const PagedHead<Unit>& next,
-                 const int (&num_visible)[Rows], const AttentionScratch& scratch, Unit* const (&outputs)[Rows]) {
-    const int head_dim = head.pool->head_dim;
+void attend_tile(const Unit* queries, long head_stride, const PagedHeads<Unit>& heads, const PagedHeads<Unit>& next,
+                 const int (&num_visible)[Rows], const AttentionScratch& scratch, Unit* const (&outputs)[Rows],
+                 long output_stride) {
+    const int head_dim = heads.pool->head_dim, num_vectors = head_dim / num_lanes;
     const float scale = 1.0f / std::sqrt(static_cast<float>(head_dim));
-    score_pages<Unit, Rows>(queries, head.pool->head_steps(), head, next, scratch);
-    float inverse_sums[Rows];
-    for (int row = 0; row < Rows; ++row)
-        inverse_sums[row] = soften(scratch.scores + row * scratch.stride, num_visible[row], head.num_pages, scale,
-                                   reinterpret_cast<Unit*>(scratch.probabilities) + row * scratch.stride);
+    score_pages<Unit, Rows>(queries, head_stride, heads, scratch);
+    auto* weights = reinterpret_cast<Unit*>(scratch.probabilities);
+    float inverse_sums[max_bunch_rows];
+    for (int row = 0; row < heads.num_heads * Rows; ++row)
+        inverse_sums[row] = soften(scratch.scores + row * scratch.stride, num_visible[row % Rows], heads.num_pages,
+                                   scale, weights + row * scratch.stride);
     const int num_tokens = *std::max_element(num_visible, num_visible + Rows);
-    visit_parts<tile_vectors>(head_dim / num_lanes, [&](auto columns, int first) {
-        weigh_values<Unit, Rows, decltype(columns)::value>(scratch, head, next, num_tokens, first * num_lanes,
-                                                           inverse_sums, outputs);
-    });
+    std::fill_n(scratch.sums, heads.num_heads * Rows * num_vectors, Lanes{});
+    const auto visit_sums = [&](int head, auto&& visit) TANDEM_INLINE_LAMBDA {
+        visit_parts<tile_vectors>(num_vectors, [&](auto columns, int first) {
+            Lanes& sums = scratch.sums[(head * num_vectors + first) * Rows];
+            visit(reinterpret_cast<Tile<Rows, decltype(columns)::value>&>(sums), first * num_lanes);
+        });
+    };
+    for (int page = 0; page < heads.num_pages; page += tile_vectors)
+        for (int head = 0; head < heads.num_heads; ++head)
+            visit_sums(head, [&](auto& sums, int first_dim) {
+                weigh_values(weights + head * Rows * scratch.stride, scratch.stride, heads, next, head, page,
+                             std::min(page + tile_vectors, heads.num_pages), num_tokens, first_dim, sums);
+            });
+    for (int head = 0; head < heads.num_heads; ++head)
+        visit_sums(head, [&](auto& sums, int first_dim) {
+            for (int row = 0; row < Rows; ++row)
+                for (const Lanes& sum : sums[row]) {
+                    const long dim = first_dim + (&sum - sums[row]) * num_lanes;
+                    store_values(outputs[row] + head * output_stride + dim / values_per_unit<Unit>,
+                                 sum * inverse_sums[head * Rows + row]);
+                }
+        });
 }
 
 // Tokens of one sequence, one after another, that are computed together.
@@ -144,23 +185,31 @@ struct Run {
 template <class Unit>
 void attend(const KvPool<Unit>& pool, int layer, const Run& run, const Run* next_run, int group, const Unit* queries,
             int most_rows, const AttentionScratch& scratch, Unit* outputs, long output_stride) {
-    const int head_steps = pool.head_steps();
-    for (int kv_head = 0; kv_head < pool.num_kv_heads; ++kv_head) {
-        const Unit* head_queries = queries + (static_cast<long>(kv_head) * most_rows + run.first_row) * group * head_steps;
-        PagedHead<Unit> next{&pool, run.block_ids, layer, kv_head + 1, run.num_pages()};
-        if (kv_head + 1 == pool.num_kv_heads)
-            next = {&pool, next_run ? next_run->block_ids : nullptr, layer, 0, next_run ? next_run->num_pages() : 0};
-        visit_parts<max_tile_rows>(run.num_rows * group, [&](auto rows, int first) {
+    const int head_steps = pool.head_steps(), num_rows = run.num_rows * group;
+    const long head_stride = static_cast<long>(most_rows) * group * head_steps;
+    // The tiles of many rows read all pages again, which had then better be few: one head's.
+    const int bunch = num_rows > max_tile_rows ? 1 : std::min(max_bunch_rows / num_rows, pool.num_kv_heads);
+    for (int first_head = 0; first_head < pool.num_kv_heads; first_head += bunch) {
+        const int next_head = std::min(first_head + bunch, pool.num_kv_heads);
+        PagedHeads<Unit> next{&pool, run.block_ids, layer, next_head, std::min(bunch, pool.num_kv_heads - next_head),
+                              run.num_pages()};
+        if (next_head == pool.num_kv_heads) {
+            next.num_pages = 0;
+            if (next_run) next = {&pool, next_run->block_ids, layer, 0, bunch, next_run->num_pages()};
+        }
+        visit_parts<max_tile_rows>(num_rows, [&](auto rows, int first) {
             constexpr int Rows = decltype(rows)::value;
             int num_visible[Rows];
             Unit* row_outputs[Rows];
             for (int row = 0; row < Rows; ++row) {
-                const int token = (first + row) / group, head = kv_head * group + (first + row) % group;
+                const int token = (first + row) / group, head = first_head * group + (first + row) % group;
                 num_visible[row] = run.first_position + token + 1;
                 row_outputs[row] = outputs + (run.first_row + token) * output_stride + head * head_steps;
             }
-            const PagedHead<Unit> pages{&pool, run.block_ids, layer, kv_head, pages_for(num_visible[Rows - 1])};
-            attend_tile<Unit, Rows>(head_queries + first * head_steps, pages, next, num_visible, scratch, row_outputs);
+            const PagedHeads<Unit> heads{&pool, run.block_ids, layer, first_head, next_head - first_head,
+                                         pages_for(num_visible[Rows - 1])};
+            attend_tile(queries + first_head * head_stride + (run.first_row * group + first) * head_steps, head_stride,
+                        heads, next, num_visible, scratch, row_outputs, group * head_steps);
             next.num_pages = 0;  // fetched by the first tile
         });
     }

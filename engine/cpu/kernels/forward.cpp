@@ -138,8 +138,9 @@ class UnitEngine final : public Engine {
             }
         }
         scratch_.stride = AttentionScratch::stride_for(longest);
-        scratch_.scores = scores_memory_.reserve(max_tile_rows * scratch_.stride);
-        scratch_.probabilities = probabilities_memory_.reserve(max_tile_rows * scratch_.stride);
+        scratch_.scores = scores_memory_.reserve(max_bunch_rows * scratch_.stride);
+        scratch_.probabilities = probabilities_memory_.reserve(max_bunch_rows * scratch_.stride);
+        scratch_.sums = sums_memory_.reserve(max_bunch_rows * model_.head_dim / num_lanes);
     }
 
     // Call visit(residual, num_rows, first_run, last_run) for each block of rows.
@@ -350,6 +351,7 @@ class UnitEngine final : public Engine {
     float *residual_, *projected_, *gate_up_ = nullptr;
     Unit *operands_, *queries_, *attended_, *gated_, *rounded_head_, *unpacked_, *embedded_, *shrunk_ = nullptr;
     Buffer<float> residual_memory_, projected_memory_, scores_memory_, probabilities_memory_, gate_up_memory_;
+    Buffer<Lanes> sums_memory_;
     Buffer<Unit> operands_memory_, queries_memory_, attended_memory_, gated_memory_, rounded_head_memory_,
         unpacked_memory_, embedded_memory_, shrunk_memory_;
 };

@@ -125,9 +125,20 @@ TANDEM_INLINE void find_columns(const Unit* panels, int num_steps, const Unit* (
         columns[column] = panels + column / panel_vectors * panel_units + column % panel_vectors * num_lanes;
 }
 
-// From so many rows on, a step of a panel computes for longer than the processor looks ahead in a stream: asked for so far
-// ahead, weights come in 0.9 of the time; with fewer rows in up to 1.3 times (bench/results/2026-11-30-engine.md).
+// From so many rows on, a step of a panel computes for longer than the processor looks ahead in a stream: asked for so
+// far ahead, weights come in 0.9 of the time; with fewer rows in up to 1.3 times (bench/results/2026-11-30-engine.md).
 constexpr int least_rows_ahead = 7, bytes_ahead = 8192;
+static_assert(panel_columns * sizeof(Pair) == 2 * line_bytes, "prefetch_ahead asks for what one step takes");
+
+// Asks for what lies `Ahead` bytes behind a panel's step; 0: for nothing.
+template <class Unit, int Ahead>
+struct FetchAhead {
+    const Unit* panel = nullptr;
+
+    TANDEM_INLINE void operator()(int step) const {
+        if constexpr (Ahead > 0) prefetch_ahead<Ahead>(panel + step * panel_columns);
+    }
+};
 
 // So many rows, at most, are multiplied by blocks that are unpacked on the way: in 0.84 to 0.98 of the time that it takes by
 // way of memory. 10 and 12 rows leave too few registers: 1.07 and 1.14 (bench/results/2026-11-30-engine.md).
@@ -137,7 +148,6 @@ constexpr int max_block_rows = 8;
 template <class Unit, int Rows, class Finish>
 void multiply_few(const Unit* left, long left_stride, const PackedMatrix<Unit>& matrix, Finish finish) {
     constexpr int ahead = Rows >= least_rows_ahead ? bytes_ahead : 0;
-    static_assert(panel_columns * sizeof(Unit) == 2 * line_bytes || !ahead, "a step of a panel is two lines");
     for (int panel = 0; panel < matrix.num_panels; ++panel) {
         const long first_step = static_cast<long>(panel) * matrix.num_steps;
         Tile<Rows, panel_vectors> sums = {};
@@ -149,17 +159,42 @@ void multiply_few(const Unit* left, long left_stride, const PackedMatrix<Unit>& 
             for (int step = 0; step < matrix.num_steps; step += part_steps) {
                 const Unit* right[panel_vectors];
                 find_columns(matrix.steps(first_step + step, part_steps), part_steps, right);
-                accumulate<Unit, Rows, panel_vectors, ahead>(sums, left + step, left_stride, right, panel_columns, part_steps);
+                accumulate(sums, left + step, left_stride, right, panel_columns, part_steps,
+                           FetchAhead<Unit, ahead>{right[0]});
             }
         }
         finish(sums, 0, panel * panel_columns);
     }
 }
 
+// 0.91 of the time of wide tiles with 16 rows, 0.97 with 32 (same file).
+constexpr int max_several_rows = 3 * max_high_tile_rows;
+
+// All outputs of rows that a few high tiles hold, from floats. The first tile's products hide the wait for what is next.
+template <class Unit, class Finish>
+void multiply_several(const Unit* left, long left_stride, int num_rows, const PackedMatrix<Unit>& matrix,
+                      Finish finish) {
+    for (int panel = 0; panel < matrix.num_panels; ++panel) {
+        const Unit* right[panel_vectors];
+        find_columns(matrix.steps(static_cast<long>(panel) * matrix.num_steps, matrix.num_steps), matrix.num_steps,
+                     right);
+        visit_parts<max_high_tile_rows>(num_rows, [&](auto rows, int first_row) TANDEM_INLINE_LAMBDA {
+            Tile<decltype(rows)::value, panel_vectors> sums = {};
+            const Unit* part = left + first_row * left_stride;
+            if (first_row == 0)
+                accumulate(sums, part, left_stride, right, panel_columns, matrix.num_steps,
+                           FetchAhead<Unit, bytes_ahead>{right[0]});
+            else
+                accumulate(sums, part, left_stride, right, panel_columns, matrix.num_steps, FetchAhead<Unit, 0>{});
+            finish(sums, first_row, panel * panel_columns);
+        });
+    }
+}
+
 // Hand all outputs of `num_rows` rows to `finish`. left: rows `left_stride` units apart, in cache as far as possible.
 //
-// Weights come from memory as one plain stream, which the processor fetches ahead by itself. More rows than a high tile
-// holds share wide tiles, which ask less of the cache that the panels are in.
+// Weights come from memory as one plain stream, which the processor fetches ahead by itself. More rows than a few high tiles
+// hold share wide tiles, which ask less of the cache that the panels are in.
 template <class Unit, class Finish>
 void multiply(const Unit* left, long left_stride, int num_rows, const PackedMatrix<Unit>& matrix, Finish finish) {
     if (num_rows <= max_high_tile_rows) {
@@ -168,6 +203,8 @@ void multiply(const Unit* left, long left_stride, int num_rows, const PackedMatr
         });
         return;
     }
+    if (num_rows <= max_several_rows && !matrix.has_blocks())
+        return multiply_several(left, left_stride, num_rows, matrix, finish);
     constexpr int tile_panels = tile_vectors / panel_vectors;
     for (int panel = 0; panel < matrix.num_panels; panel += tile_panels) {
         const Unit* right[tile_vectors];
@@ -175,8 +212,8 @@ void multiply(const Unit* left, long left_stride, int num_rows, const PackedMatr
                      matrix.num_steps, right);
         visit_parts<max_tile_rows>(num_rows, [&](auto rows, int first_row) TANDEM_INLINE_LAMBDA {
             Tile<decltype(rows)::value, tile_vectors> sums = {};
-            accumulate<Unit, decltype(rows)::value, tile_vectors>(sums, left + first_row * left_stride, left_stride,
-                                                                  right, panel_columns, matrix.num_steps);
+            accumulate(sums, left + first_row * left_stride, left_stride, right, panel_columns, matrix.num_steps,
+                       FetchAhead<Unit, 0>{});
             finish(sums, first_row, panel * panel_columns);
         });
     }

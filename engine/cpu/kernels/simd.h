@@ -228,18 +228,15 @@ TANDEM_INLINE Lanes exponential(Lanes x) {
 
 constexpr int line_bytes = 64;
 
-// Ask for memory that is read soon, into the second-level cache: misses of the first level are too few at a time to
-// fill the memory bus. Call it between products, not in their inner loop, where it would cost registers.
+// Ask for a line of memory that is read soon, into the second-level cache: misses of the first level are too few at a time
+// to fill the memory bus.
 // GCC 12 takes a function that only prefetches for one without effect and drops its calls: hence the assembly.
-TANDEM_INLINE void prefetch(const void* first, long num_bytes) {
-    for (long offset = 0; offset < num_bytes; offset += line_bytes) {
-        const char* line = static_cast<const char*>(first) + offset;
+TANDEM_INLINE void prefetch(const void* line) {
 #if defined(__x86_64__)
-        asm volatile("prefetcht1 %0" : : "m"(*line));
+    asm volatile("prefetcht1 %0" : : "m"(*static_cast<const char*>(line)));
 #else
-        __builtin_prefetch(line, 0, 2);
+    __builtin_prefetch(line, 0, 2);
 #endif
-    }
 }
 
 // The same for the two lines that lie `Ahead` bytes behind `first`, cheap enough for an inner loop: one address, whatever

@@ -25,14 +25,23 @@ constexpr int panel_vectors = 2, panel_columns = panel_vectors * num_lanes;
 template <int Rows, int Columns>
 using Tile = Lanes[Rows][Columns];
 
+// Into registers, or out of them.
+template <int Rows, int Columns>
+TANDEM_INLINE void copy_tile(const Tile<Rows, Columns>& from, Tile<Rows, Columns>& to) {
+#pragma GCC unroll 12
+    for (int row = 0; row < Rows; ++row)
+#pragma GCC unroll 4
+        for (int column = 0; column < Columns; ++column) to[row][column] = from[row][column];
+}
+
 // tile[row][column] += sum over steps of left[row][step] * right[column][step].
 //   left: rows `left_stride` units apart.   right[column]: sixteen units per step, steps `right_stride` units apart.
-//   Ahead: how many bytes ahead of right[0] memory is fetched, two lines a step; 0: not.
-template <class Unit, int Rows, int Columns, int Ahead = 0>
+//   fetch(step): asks, before a step, for memory that is needed later.
+template <class Unit, int Rows, int Columns, class Fetch>
 TANDEM_INLINE void accumulate(Tile<Rows, Columns>& tile, const Unit* left, long left_stride,
-                              const Unit* const (&right)[Columns], long right_stride, int num_steps) {
+                              const Unit* const (&right)[Columns], long right_stride, int num_steps, Fetch&& fetch) {
     for (int step = 0; step < num_steps; ++step) {
-        if constexpr (Ahead > 0) prefetch_ahead<Ahead>(right[0] + step * right_stride);
+        fetch(step);
         decltype(load(right[0])) columns[Columns];
 #pragma GCC unroll 4
         for (int column = 0; column < Columns; ++column) columns[column] = load(right[column] + step * right_stride);

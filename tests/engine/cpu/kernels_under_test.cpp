@@ -65,10 +65,10 @@ struct Kernels {
     static void attend_last(void* pool_units, int num_kv_heads, int head_dim, const std::int32_t* block_ids,
                             int num_tokens, int num_rows, int group, const void* queries, void* outputs) {
         const KvPool<Unit> pool{static_cast<Unit*>(pool_units), 2, num_kv_heads, head_dim};
-        AttentionScratch scratch{nullptr, nullptr, AttentionScratch::stride_for(num_tokens)};
-        std::vector<float> scores(max_tile_rows * scratch.stride), probabilities(scores);
-        scratch.scores = scores.data();
-        scratch.probabilities = probabilities.data();
+        const long stride = AttentionScratch::stride_for(num_tokens);
+        std::vector<float> scores(max_bunch_rows * stride), probabilities(scores);
+        std::vector<Lanes> sums(max_bunch_rows * head_dim / num_lanes);
+        const AttentionScratch scratch{scores.data(), probabilities.data(), sums.data(), stride};
         attend(pool, 1, Run{0, num_rows, num_tokens - num_rows, block_ids}, nullptr, group,
                static_cast<const Unit*>(queries), num_rows, scratch, static_cast<Unit*>(outputs),
                num_kv_heads * group * pool.head_steps());

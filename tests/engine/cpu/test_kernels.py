@@ -10,7 +10,7 @@ import torch
 from tests.engine.cpu.kernels import PAGE_TOKENS, Kernels
 
 DTYPES = (torch.float32, torch.bfloat16)
-ROW_COUNTS = (*range(1, 14), 96, 97)
+ROW_COUNTS = (*range(1, 15), 24, 25, 36, 37, 96, 97)
 ROUNDING = {torch.float32: 2e-7, torch.bfloat16: 2**-8}  # of one value stored in the dtype
 
 
@@ -98,7 +98,7 @@ def test_softmax_is_stable_and_sees_no_further(kernels: Kernels, dtype: torch.dt
 @pytest.mark.parametrize("head_dim", [64, 80, 128])
 @pytest.mark.parametrize("group", [1, 3, 4, 8])
 def test_attention(kernels: Kernels, dtype: torch.dtype, head_dim: int, group: int) -> None:
-    num_tokens, num_kv_heads, num_rows = 123, 2, 21
+    num_tokens, num_kv_heads, num_rows = 123, 5, 21  # heads in bunches: 5, 4 + 1, 3 + 2, 2 + 2 + 1, one by one
     keys, values = (_random(num_tokens, num_kv_heads, head_dim, seed=seed).to(dtype) for seed in (1, 2))
     queries = _random(num_rows, num_kv_heads * group, head_dim, seed=3).to(dtype)
     whole = kernels.attend(queries, keys, values, *_pool(num_tokens, num_kv_heads, head_dim, dtype, seed=0))
