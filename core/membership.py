@@ -99,12 +99,16 @@ class GivenWork:
     num_requests: int = 0
     num_tokens: int = 0  # given with them: prompts, and output that was out already
     prompt_tokens: int = 0  # of these, of prompts that are computed here and have no first token yet
+    unplaced_tokens: int = (
+        0  # of these, of requests that are decoded here and have no KV blocks yet, as far as is known
+    )
 
     def __add__(self, other: GivenWork) -> GivenWork:
         return GivenWork(
             self.num_requests + other.num_requests,
             self.num_tokens + other.num_tokens,
             self.prompt_tokens + other.prompt_tokens,
+            self.unplaced_tokens + other.unplaced_tokens,
         )
 
     def __sub__(self, other: GivenWork) -> GivenWork:
@@ -112,6 +116,7 @@ class GivenWork:
             self.num_requests - other.num_requests,
             self.num_tokens - other.num_tokens,
             self.prompt_tokens - other.prompt_tokens,
+            self.unplaced_tokens - other.unplaced_tokens,
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from operator import attrgetter
 
 from tandem.v1 import worker_pb2 as pb
@@ -99,8 +100,8 @@ def decode_load(message: pb.WorkerLoad) -> WorkerLoad:
 
 
 def encode_work(work: GivenWork) -> pb.GivenWork:
-    return pb.GivenWork(num_requests=work.num_requests, num_tokens=work.num_tokens, prompt_tokens=work.prompt_tokens)
+    return pb.GivenWork(**asdict(work))
 
 
 def decode_work(message: pb.GivenWork) -> GivenWork:
-    return GivenWork(message.num_requests, message.num_tokens, message.prompt_tokens)
+    return GivenWork(message.num_requests, message.num_tokens, message.prompt_tokens, message.unplaced_tokens)

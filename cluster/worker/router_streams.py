@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Final
 
 from cluster.worker.cache_feed import NO_NEWS, CacheFeed, packed
@@ -83,7 +84,12 @@ class RouterStreams:
         """Answers about this request go to this stream."""
         request = command.request
         num_tokens = request.num_given_tokens
-        work = GivenWork(1, num_tokens, 0 if isinstance(command, ReserveBlocks) else num_tokens)
+        work = GivenWork(
+            1,
+            num_tokens,
+            prompt_tokens=0 if isinstance(command, ReserveBlocks) else num_tokens,
+            unplaced_tokens=0 if isinstance(command, StartPrefill) else num_tokens,
+        )
         self._owner[request.request_id] = stream
         self._count(stream, request.request_id, work)
         if not isinstance(command, ReserveBlocks):
@@ -110,6 +116,7 @@ class RouterStreams:
         match answer:
             case Reserved(request_id):
                 self._put(request_id, answer)
+                self._placed(request_id)
             case Refused(request_id):
                 self._put(request_id, answer)
                 self.disown(request_id)
@@ -131,7 +138,7 @@ class RouterStreams:
             if owner is not None:
                 shares[owner].append(delta)
                 work = owner.requests[delta.request_id]
-                if work.prompt_tokens:  # its first token is here
+                if work.prompt_tokens or work.unplaced_tokens:  # its first token is here
                     self._count(owner, delta.request_id, GivenWork(1, work.num_tokens))
         news = packed(changes)
         for stream in self._streams:
@@ -171,6 +178,11 @@ class RouterStreams:
         stream.turns.clear()
         others = self._work - stream.work
         stream.outbox.put_nowait(StepOutput(deltas, load, others, cache, turns, stream.computing, in_line))
+
+    def _placed(self, request_id: str) -> None:
+        owner = self._owner.get(request_id)
+        if owner is not None:
+            self._count(owner, request_id, replace(owner.requests[request_id], unplaced_tokens=0))
 
     def _count(self, stream: RouterStream, request_id: str, work: GivenWork) -> None:
         change = work - stream.requests.get(request_id, NOTHING_GIVEN)

@@ -53,13 +53,14 @@ class Capacity:
     """What the ready workers can take together. num_workers: that compute prompts; each does, whatever its role.
     num_decodes: of these, those that hold requests to their end. free_tokens: of KV on these, as they last said.
     seconds_per_token: what one worker takes, learnt; None before any has shown it. others_tokens: of prompts under way
-    that other routers sent."""
+    that other routers sent. others_unplaced_tokens: of these, of those without KV blocks."""
 
     num_workers: int = 0
     num_decodes: int = 0
     free_tokens: int = 0
     seconds_per_token: float | None = None
     others_tokens: int = 0
+    others_unplaced_tokens: int = 0
 
     @classmethod
     def count(cls, view: ClusterView, now: float) -> Capacity:
@@ -68,12 +69,13 @@ class Capacity:
         usual = {role: view.paces.of_role(role, now) for role in Role}
         paces = [pace for worker in ready if (pace := worker.pace.at(now, usual[worker.info.role]))]
         others_tokens = sum(worker.others.prompt_tokens for worker in ready)
+        unplaced = sum(worker.others.unplaced_tokens for worker in decodes)
         pace = fmean(paces) if paces else None
-        return cls(len(ready), len(decodes), sum(map(_free_tokens, decodes)), pace, others_tokens)
+        return cls(len(ready), len(decodes), sum(map(_free_tokens, decodes)), pace, others_tokens, unplaced)
 
     def has_room(self, out: PromptsOut, tokens_ahead: int) -> bool:
         """Whether another prompt may go to the workers. tokens_ahead: that may be out for each of them."""
-        if out.unplaced_tokens >= self.free_tokens:
+        if out.unplaced_tokens + self.others_unplaced_tokens >= self.free_tokens:
             return out.unplaced_prompts < self.num_decodes  # for the next room, at once when it is there
         few = out.num_prompts < LEAST_PROMPTS * self.num_workers
         return few or out.num_tokens + self.others_tokens < tokens_ahead * self.num_workers

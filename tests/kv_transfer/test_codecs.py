@@ -100,7 +100,7 @@ def test_requests_and_deltas_come_out_whole() -> None:
     bare = replace(REQUEST, sampling=SamplingParams())
     assert over_the_wire(bare) == bare
     assert all(getattr(DELTA, item.name) != item.default for item in fields(TokenDelta)), "a field is not tried"
-    answer = StepOutput((DELTA, TokenDelta("r2", 0, (1,))), WorkerLoad(), GivenWork(1, 2, 3), turns=TURNS)
+    answer = StepOutput((DELTA, TokenDelta("r2", 0, (1,))), WorkerLoad(), GivenWork(1, 2, 3, 4), turns=TURNS)
     for computing in (None, frozenset[str](), frozenset({"r1", "r2"})):
         said = replace(answer, computing=computing, in_line=("r3", "r4"))
         assert decode_answer(pb.ConnectResponse.FromString(encode_answer(said).SerializeToString())) == said

@@ -20,7 +20,7 @@ from cluster.worker.router_streams import MAX_UNWRITTEN, RouterStream, RouterStr
 from cluster.worker.service import WorkerServicer
 from core.handoff import HandoffTicket
 from core.membership import GivenWork, WorkerLoad, WorkerRef
-from core.messages import CancelRequest, Command, ReserveBlocks, StartGeneration, StartPrefill, Turn
+from core.messages import CancelRequest, Command, ReserveBlocks, Reserved, StartGeneration, StartPrefill, Turn
 from core.request import GenerateRequest, SamplingParams, StopConditions, TokenDelta
 from engine.block_pool import BlockPool
 from engine.cache_changes import CacheChanges
@@ -139,8 +139,11 @@ def test_each_router_is_told_what_the_others_gave() -> None:
     streams.own(one, StartGeneration(replace(REQUEST, request_id="a")))
     streams.own(one, ReserveBlocks(replace(REQUEST, request_id="b"), "b", ME))
     streams.own(two, StartPrefill(replace(REQUEST, request_id="c"), HandoffTicket("c", ME, 1, 0, ())))
-    assert others() == [GivenWork(1, 3, 3), GivenWork(2, 6, 3)]
-    assert others(TokenDelta("a", 0, (7,)), TokenDelta("b", 0, (7,))) == [GivenWork(1, 3, 3), GivenWork(2, 6, 0)]
+    assert others() == [GivenWork(1, 3, 3), GivenWork(2, 6, 3, 6)]
+    streams.send(Reserved("b", HandoffTicket("b", ME, 1, 0, ())))  # it has its KV blocks
+    assert isinstance(one.outbox.get_nowait(), Reserved)
+    assert others() == [GivenWork(1, 3, 3), GivenWork(2, 6, 3, 3)]
+    assert others(TokenDelta("a", 0, (7,)), TokenDelta("b", 0, (7,))) == [GivenWork(1, 3, 3), GivenWork(2, 6)]
     streams.disown("a")
     assert streams.close(two) == ["c"] and streams.close(two) == []
     streams.step((), WorkerLoad(), NO_CHANGES)

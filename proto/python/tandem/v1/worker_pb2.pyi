@@ -295,14 +295,16 @@ class Turn(_message.Message):
     def __init__(self, tenant: _Optional[str] = ..., batch: _Optional[bool] = ..., num_choices: _Optional[int] = ..., prompt_tokens: _Optional[int] = ...) -> None: ...
 
 class GivenWork(_message.Message):
-    __slots__ = ("num_requests", "num_tokens", "prompt_tokens")
+    __slots__ = ("num_requests", "num_tokens", "prompt_tokens", "unplaced_tokens")
     NUM_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    UNPLACED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     num_requests: int
     num_tokens: int
     prompt_tokens: int
-    def __init__(self, num_requests: _Optional[int] = ..., num_tokens: _Optional[int] = ..., prompt_tokens: _Optional[int] = ...) -> None: ...
+    unplaced_tokens: int
+    def __init__(self, num_requests: _Optional[int] = ..., num_tokens: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., unplaced_tokens: _Optional[int] = ...) -> None: ...
 
 class CacheEvents(_message.Message):
     __slots__ = ("sequence", "stored", "evicted", "reset", "host", "disk")
