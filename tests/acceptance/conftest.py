@@ -19,7 +19,10 @@ from tests.engine.random_adapters import write_adapter
 SHAPES: Final[dict[str, tuple[tuple[str, ...], dict[str, Any]]]] = {  # flags and settings, by fixture
     "pair": ((), {}),
     "two_prefills": (("--prefill", "2"), {"token_budget": 64}),
-    "two_decodes": (("--decode", "2"), {"token_budget": 64, "drain_finish_s": 0.3, "drain_timeout_s": 20.0}),
+    "two_decodes": (
+        ("--decode", "2"),
+        {"token_budget": 64, "drain_finish_s": 0.3, "drain_timeout_s": 20.0, "heartbeat_timeout_s": 10.0},
+    ),
 }
 ADAPTERS: Final = ("poet", "org/clerk")  # of the cluster `pair`, below its folder's `adapters`
 

@@ -82,7 +82,7 @@ def test_a_drained_decode_worker_hands_over_its_streams_and_a_hand_off_that_has_
 
 def test_a_prefill_worker_that_drains_loses_no_prompt(two_decodes: RunningCluster) -> None:
     cluster = two_decodes
-    prompts = [Streaming(cluster, PROSE.prompt_ids, max_tokens=16, cache_salt=f"queued-{n}") for n in range(3)]
+    prompts = [Streaming(cluster, PROSE.prompt_ids, max_tokens=16, cache_salt=f"queued-{n}") for n in range(2)]
     wait_until(lambda: cluster.workers()["prefill-0"].load.waiting_tokens > 0, 60.0)
     assert ask(cluster, "drain", "prefill-0") == 0
     assert_all(prompts, PROSE.output_ids[:16])

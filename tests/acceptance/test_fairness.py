@@ -16,12 +16,13 @@ from typing import Any
 import aiohttp
 import pytest
 
+from tests.acceptance.conftest import SharedClusters
 from tests.acceptance.golden import CASES
 from tests.acceptance.running_cluster import RunningCluster, wait_until
 
 PROSE = next(case for case in CASES if case.name == "prose_1500")
 PROMPT_TOKENS = 300
-NUM_NOISY = 24
+NUM_NOISY = 16
 TOKENS_AHEAD = 256
 ALLOWED = 2 * (TOKENS_AHEAD // PROMPT_TOKENS + 1) + 2 * 2 + 2  # out at two workers, then turns
 
@@ -35,14 +36,20 @@ def policy(*tenants: str, **rest: Any) -> dict[str, Any]:
     return {"admission": {"tenants": digests, **rest}}
 
 
-@pytest.fixture
-def tenants(pair: RunningCluster) -> Iterator[RunningCluster]:
-    """The cluster while it knows two tenants, and nobody else."""
+@pytest.fixture(scope="module")
+def policed(clusters: SharedClusters) -> Iterator[None]:
+    """`pair` knows two tenants, and nobody else: once for all tests, as the file is looked at once a second."""
+    pair = clusters.use("pair")
     pair.policy.write_text(json.dumps(policy("noisy", "quiet", queue={"tokens_ahead": TOKENS_AHEAD})))
     wait_until(lambda: status_of(pair, {}) == 401, 10.0)
-    yield pair
+    yield
     pair.policy.write_text("{}")
     wait_until(lambda: status_of(pair, {}) == 200, 10.0)
+
+
+@pytest.fixture
+def tenants(policed: None, pair: RunningCluster) -> Iterator[RunningCluster]:
+    yield pair
     pair.wait_idle()
 
 
@@ -107,6 +114,8 @@ def test_tenants_share_no_prefix(tenants: RunningCluster) -> None:
 
 
 def test_a_bad_policy_changes_nothing(tenants: RunningCluster) -> None:
+    """Last here: it stays in the file."""
+
     def refused() -> bool:
         return 'tandem_policy_reads_total{outcome="refused"} 0.0' not in tenants.metrics()
 

@@ -55,14 +55,11 @@ async def test_a_client_that_leaves_in_any_state_leaves_nothing(
     """All choices of it; prefilled remotely, whatever the router has learned of the workers' paces by now."""
     fields = {"tandem": {"prefill": "remote"}}
     async with aiohttp.ClientSession() as session:
-        others = []
+        ahead = []
         if state == "queued":  # behind what keeps the prefill worker busy for seconds
-            others = [
-                asyncio.create_task(
-                    stream_ids(session, pair, PROSE.prompt_ids, max_tokens=1, cache_salt=salt, **fields)
-                )
-                for salt in (f"busy-{streamed}-0", f"busy-{streamed}-1")
-            ]
+            salts = (f"busy-{streamed}-0", f"busy-{streamed}-1")
+            asked = [stream_ids(session, pair, PROSE.prompt_ids, cache_salt=salt, **fields) for salt in salts]
+            ahead = [asyncio.create_task(stream) for stream in asked]
             await asyncio.to_thread(wait_until, lambda: pair.workers()["prefill-0"].load.waiting_tokens > 1000, 30.0)
         fields |= {"max_tokens": 400, "ignore_eos": True, "cache_salt": f"leaves-{state}-{streamed}"}
         fields |= {"stream": True, "n": 3} if streamed else {"stream": False}
@@ -71,7 +68,9 @@ async def test_a_client_that_leaves_in_any_state_leaves_nothing(
         leaving.cancel()
         left_s = time.monotonic()
         await asyncio.gather(leaving, return_exceptions=True)
-        await asyncio.gather(*others)
+        for stream in ahead:
+            stream.cancel()
+        await asyncio.gather(*ahead, return_exceptions=True)
     await asyncio.to_thread(pair.wait_idle)
     assert time.monotonic() - left_s < 60
 

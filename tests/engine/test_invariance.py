@@ -27,7 +27,7 @@ def test_default_model_chunks_do_not_change_a_bit(default_runner: TorchModelRunn
 
 
 def test_default_model_batches_do_not_change_a_bit(default_runner: TorchModelRunner) -> None:
-    assert_batches_agree(default_runner, (1, 2, 16, 17, 64, 127, 129, 200))
+    assert_batches_agree(default_runner, (1, 16, 17, 64, 129))
 
 
 def test_kv_pages_do_not_change_a_bit(tiny_runner: TorchModelRunner) -> None:
