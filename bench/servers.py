@@ -41,7 +41,7 @@ class Server:
 
 def tandem_server(name: str, flags: list[str], dtype: str) -> Server:
     (port,) = free_ports(1)
-    command = [sys.executable, "-m", "cluster.main", "up", *flags, "--dtype", dtype, "--pin-workers"]
+    command = [sys.executable, "-m", "cluster.main", "up", *flags, "--dtype", dtype]
     command += ["--http-port", str(port), "--grpc-port", "0", "--registry-port", "0", "--controller-port", "0",
                 "--no-self-check"]  # fmt: skip
     return Server(name, command, f"http://127.0.0.1:{port}", "SmolLM2-135M-Instruct")

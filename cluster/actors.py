@@ -113,12 +113,10 @@ class WorkerActor(_ProcessActor):
         await super().prepare()
 
     async def start(self, config: WorkerConfig) -> WorkerInfo:
-        """Pin, load weights, listen, announce."""
+        """Load weights, listen, announce."""
         if config.log_file is not None:
             _redirect_output(config.log_file)
         setup_logs(config.worker_id)
-        if config.cpu_core is not None:
-            os.sched_setaffinity(0, {config.cpu_core})
         domain = this_hosts_labels().get(NVLINK_LABEL, "")
         info: WorkerInfo = await super().start(replace(config, nvlink_domain=domain))
         self._started, self._serves = ServingWorker(config, info), True

@@ -65,8 +65,9 @@ class ClusterConfig(WorkerSettings):
     """Its port."""
     numa_nodes: str = ""
     """NUMA nodes whose cores, and so whose memory, workers take in turn: "0", "0,1"; empty: any."""
-    pin_workers: bool = False
-    """Give each worker a core of its own, as far as there are cores."""
+    pin_workers: bool = True
+    """`tandem up` gives the thread that computes a worker's steps a core of its own, of those that it may use itself,
+    where there are enough, and no `numa_nodes`."""
     start_timeout_s: float = 120.0
     """A worker or router that is not up by then has failed."""
     local_prefill_cost: float = 2.0
@@ -122,8 +123,6 @@ class ClusterConfig(WorkerSettings):
         require_range("trace_ratio", self.trace_ratio, 0.0, 1.0)
         if not all(node.isdecimal() for node in self.numa_nodes.split(",") if self.numa_nodes):
             raise BadRequest("numa_nodes", f"must be numbers with commas between them, got {self.numa_nodes!r}")
-        if self.numa_nodes and self.pin_workers:
-            raise BadRequest("numa_nodes", "cannot be combined with pin_workers")
         require_range("adapters", len(self.adapters), 0, MAX_ADAPTERS)
         for name in self.adapters:
             if not ADAPTER_NAME.fullmatch(name) or name == self.served_model_name:
@@ -178,6 +177,12 @@ class ClusterConfig(WorkerSettings):
     def ordinal(self, worker_id: str) -> int:
         """Its place among the cluster's workers."""
         return list(self.roles).index(worker_id)
+
+    def core_of(self, worker_id: str, cores: Sequence[int]) -> int | None:
+        """A core of its own, of `cores`; None where they are fewer than workers, or another rule holds for them."""
+        if not self.pin_workers or self.numa_nodes or len(cores) < len(self.roles):
+            return None
+        return cores[self.ordinal(worker_id)]
 
 
 def worker_config(cluster: ClusterConfig, worker_id: str, incarnation: str, role: Role, **rest: Any) -> WorkerConfig:

@@ -192,7 +192,7 @@ class Launcher:
             ref.incarnation,
             order.role,
             router_addresses=self._config.registry_addresses,
-            cpu_core=self._core_of(ref.worker_id),
+            cpu_core=self._config.core_of(ref.worker_id, sorted(os.sched_getaffinity(0))),
             gpu_index=self._config.ordinal(ref.worker_id) * self._config.tensor_parallel_size,
             log_file=self._log(ref.worker_id),
         )
@@ -203,13 +203,6 @@ class Launcher:
     def _spawn_router(self, index: int, name: str) -> tuple[Actor, RouterConfig]:
         actor = self._ray.create(RouterActor, f"{name}-{os.urandom(4).hex()}", self._paths.router, self._log(name))
         return actor, router_config(self._config.of_router(index))
-
-    def _core_of(self, worker_id: str) -> int | None:
-        """A core of its own, or None where there are fewer cores than workers."""
-        cores = sorted(os.sched_getaffinity(0))
-        if not self._config.pin_workers or len(cores) < len(self._config.roles):
-            return None
-        return cores[self._config.ordinal(worker_id)]
 
     def _log(self, name: str) -> Path:
         return self._logs / f"{name}.log"

@@ -7,6 +7,7 @@ computes, the loop goes on taking requests, notices and cancellations.
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -36,13 +37,17 @@ class EngineLoop:
         runner: ModelRunner,
         on_step: Callable[[list[Progress], StepReport], None],
         before_step: Callable[[StepPlan], Awaitable[None]] | None = None,
+        cpu_core: int | None = None,
     ) -> None:
+        """cpu_core: that the step thread stays on; None: any."""
         self._scheduler = scheduler
         self._runner = runner
         self._on_step = on_step
         self._before_step = before_step
         self._wake = asyncio.Event()
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine-step")
+        self._thread = ThreadPoolExecutor(
+            max_workers=1, thread_name_prefix="engine-step", initializer=_stay_on, initargs=(cpu_core,)
+        )
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> asyncio.Task[None]:
@@ -78,3 +83,9 @@ class EngineLoop:
     def _compute(self, plan: StepPlan) -> tuple[Sequence[tuple[Answer, ...]], float]:
         start_s = time.perf_counter()
         return self._runner.run(plan), time.perf_counter() - start_s
+
+
+def _stay_on(cpu_core: int | None) -> None:
+    """Pin the calling thread alone: streams and transfers go on on other cores."""
+    if cpu_core is not None:
+        os.sched_setaffinity(0, {cpu_core})

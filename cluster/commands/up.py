@@ -39,7 +39,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     flags.add_policy(parser)
     flags.add_controller(parser)
     parser.add_argument("--redis-url", metavar="URL", help="Redis or Valkey to use (default: an embedded one)")
-    flags.add_flag(parser, "pin_workers", "give each worker a core of its own", action="store_true")
+    text = "compute each worker's steps on a core of its own, where there are enough (default: on)"
+    flags.add_flag(parser, "pin_workers", text, action=argparse.BooleanOptionalAction)
     flags.add_flag(
         parser,
         "unpack_weights",

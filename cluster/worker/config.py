@@ -94,7 +94,7 @@ class WorkerConfig(WorkerSettings):
     router_addresses: tuple[str, ...]
     """host:port of each router's registry, or names that resolve to them, for Announce."""
     cpu_core: int | None = None
-    """Core to run on; None: any."""
+    """Core on which steps are computed; None: any."""
     numa_node: int | None = None
     """NUMA node to run on; None: any."""
     nvlink_domain: str = ""

@@ -131,6 +131,7 @@ class WorkerProcess:
             self._traces,
             self._metrics,
             spawn,
+            config.cpu_core,
         )
         listener, metrics = driver.listener, self._metrics
         listener.pushed, listener.landed, listener.verified = self._pushed, metrics.landed, metrics.verified

@@ -58,6 +58,7 @@ class Requests:
         traces: WorkerTraces,
         metrics: WorkerMetrics,
         spawn: Spawn,
+        cpu_core: int | None,
     ) -> None:
         self._engine = engine
         self._transfer = transfer
@@ -67,7 +68,7 @@ class Requests:
         self._traces = traces
         self._metrics = metrics
         self._spawn = spawn
-        self.loop = EngineLoop(engine.scheduler, engine.runner, self._stepped, self._planned)
+        self.loop = EngineLoop(engine.scheduler, engine.runner, self._stepped, self._planned, cpu_core)
         self.role = WorkerRole(role, self._make_service, streams.send, engine.scheduler, transfer.handoffs)
 
     def command(self, stream: RouterStream, command: Command) -> None:

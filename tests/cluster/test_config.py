@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -232,7 +232,6 @@ def test_workers_take_interfaces_and_numa_nodes_in_turn() -> None:
         ("numa_nodes", {"numa_nodes": "0,"}),
         ("numa_nodes", {"numa_nodes": "-1"}),
         ("numa_nodes", {"numa_nodes": "5000"}),
-        ("numa_nodes", {"numa_nodes": "0", "pin_workers": True}),
         ("kv_interface", {"kv_interface": "eth0;"}),
         ("kv_interface", {"kv_interface": "lo,"}),
         ("kv_interface", {"kv_interface": "lo;,lo"}),
@@ -307,3 +306,12 @@ def test_the_variables_that_are_no_settings_are_those_that_our_code_reads() -> N
     sources = (path for room in ("cluster", "engine", "kv_transfer", "router") for path in (root / room).rglob("*.py"))
     read = {name for path in sources for name in re.findall(r'= "(TANDEM_[A-Z_]+)"', path.read_text())}
     assert read == OTHER_VARIABLES
+
+
+def test_each_worker_computes_on_a_core_of_its_own_where_there_are_enough() -> None:
+    config = ClusterConfig(Path("model"), num_prefill=2, num_decode=1)
+    workers = ("prefill-0", "prefill-1", "decode-0")
+    assert [config.core_of(worker, [4, 5, 6, 7]) for worker in workers] == [4, 5, 6]
+    assert {config.core_of(worker, [4, 5]) for worker in workers} == {None}
+    assert replace(config, numa_nodes="0").core_of("decode-0", [4, 5, 6, 7]) is None
+    assert replace(config, pin_workers=False).core_of("decode-0", [4, 5, 6, 7]) is None

@@ -34,7 +34,7 @@ class Worker:
         )  # fmt: skip
         spawn, index = BackgroundTasks(self.broken.append).spawn, NoPrefixIndex()
         self.requests = Requests(
-            Role.DECODE, anything, anything, self.streams, anything, index, anything, anything, spawn
+            Role.DECODE, anything, anything, self.streams, anything, index, anything, anything, spawn, None
         )
 
     def run(self, plan: StepPlan) -> list[tuple[Drawn, ...]]:
