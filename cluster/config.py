@@ -179,7 +179,8 @@ class ClusterConfig(WorkerSettings):
         return list(self.roles).index(worker_id)
 
     def core_of(self, worker_id: str, cores: Sequence[int]) -> int | None:
-        """A core of its own, of `cores`; None where they are fewer than workers, or another rule holds for them."""
+        """A core of its own, of `cores`, the first ones first; None where they are fewer than workers, or another rule
+        holds for them."""
         if not self.pin_workers or self.numa_nodes or len(cores) < len(self.roles):
             return None
         return cores[self.ordinal(worker_id)]

@@ -26,6 +26,7 @@ from cluster.burial import bury_here
 from cluster.config import ClusterConfig, router_config, worker_config
 from cluster.controller import Controller
 from cluster.controller_service import listen_controller
+from cluster.cores import apart
 from cluster.death_notices import DeathNotices
 from cluster.fleet import Fleet
 from cluster.fleet_events import Event, StartFailed, StartWorker, WorkerDied, WorkerStarted
@@ -192,7 +193,7 @@ class Launcher:
             ref.incarnation,
             order.role,
             router_addresses=self._config.registry_addresses,
-            cpu_core=self._config.core_of(ref.worker_id, sorted(os.sched_getaffinity(0))),
+            cpu_core=self._config.core_of(ref.worker_id, apart(os.sched_getaffinity(0))),
             gpu_index=self._config.ordinal(ref.worker_id) * self._config.tensor_parallel_size,
             log_file=self._log(ref.worker_id),
         )
