@@ -16,8 +16,9 @@ from typing import Final
 
 from core.errors import BadModel
 from engine.gguf_config import hugging_face_config
+from engine.gguf_layout import require_whole
 from engine.gguf_metadata import Metadata
-from engine.gguf_tensors import stored_tensors
+from engine.gguf_tensors import require_tensors, stored_tensors
 from engine.gguf_tokenizer import tokenizer, tokenizer_config
 from engine.model_config import BLOCKS_CONFIG, ModelConfig
 from engine.model_folder import new_folder, write_json, write_tensors
@@ -52,6 +53,7 @@ def folder_for(source: Path, cache: Path, progress: Progress) -> Path:
     """
     if not source.is_file():
         return source
+    require_whole(source)  # before all of it is read
     return import_gguf(source, cache / _digest(source, progress) / source.stem, progress)
 
 
@@ -92,7 +94,11 @@ def _default_model_path() -> Path:
 
 def _write_folder(metadata: Metadata, folder: Path, progress: Progress) -> None:
     config = hugging_face_config(metadata)
-    ModelConfig.parse(config)  # before the long part: what we do not compute is refused
+    try:
+        parsed = ModelConfig.parse(config)
+    except BadModel as error:
+        raise BadModel(f"{metadata.name}: as {error}") from None
+    require_tensors(metadata, parsed)  # before the long part
     progress("writing the tokenizer")
     tokenizer(metadata).save(str(folder / "tokenizer.json"))
     write_json(folder / "tokenizer_config.json", tokenizer_config(metadata, config["max_position_embeddings"]))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any, Final
 
 import gguf
@@ -12,8 +12,10 @@ import torch
 from core.errors import BadModel
 from engine.gguf_config import ROPE_FACTORS
 from engine.gguf_metadata import Metadata
+from engine.model_config import ModelConfig
 from engine.models.family import Family
 from engine.quantisation import BLOCK_KINDS
+from engine.weights import expected_shapes
 
 BLOCK_TENSORS: Final = {
     "attn_norm.weight": "input_layernorm.weight",
@@ -51,17 +53,32 @@ def block_tensors(family: Family) -> dict[str, str]:
     return BLOCK_TENSORS | biases | norms
 
 
+def require_tensors(metadata: Metadata, config: ModelConfig) -> None:
+    """Raises: BadModel: a tensor is missing, has no place in the family, or another shape than the metadata ask for."""
+    found = {tensor.name: tensor for tensor in metadata.reader.tensors if tensor.name != ROPE_FACTORS}
+    if config.num_layers > len(found):
+        raise metadata.refuse("block_count", f"{config.num_layers} blocks, but the file has {len(found)} tensors")
+    names = _names(metadata.family, config.num_layers)
+    _require_all(metadata, names, found.keys())
+    expected = expected_shapes(config)
+    for name, tensor in found.items():
+        shape, asked = tuple(int(size) for size in reversed(tensor.shape)), expected[names[name]]
+        if shape != asked:
+            raise BadModel(
+                f"{metadata.name}: tensor {name} has shape {list(shape)}, the metadata ask for {list(asked)}"
+            )
+
+
 def stored_tensors(
     metadata: Metadata, config: dict[str, Any], progress: Callable[[str], None]
 ) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """All tensors by their Hugging Face names, and the kinds of those that are blocks (engine/quantisation.py).
 
-    Floats keep their dtype; other kinds of blocks than ours become float32.
-    Raises: BadModel: a tensor is missing, has no place in the family, or is stored in a way that cannot be read.
+    They have passed `require_tensors`. Floats keep their dtype; other kinds of blocks than ours become float32.
+    Raises: BadModel: a tensor is stored in a way that cannot be read.
     """
     num_layers = config["num_hidden_layers"]
     names = _names(metadata.family, num_layers)
-    _require_all(metadata, names)
     tensors, kinds = {}, {}
     for tensor in metadata.reader.tensors:
         if tensor.name == ROPE_FACTORS:  # said by config.json
@@ -87,9 +104,8 @@ def _names(family: Family, num_layers: int) -> dict[str, str]:
     return GLOBAL_TENSORS | blocks
 
 
-def _require_all(metadata: Metadata, names: dict[str, str]) -> None:
+def _require_all(metadata: Metadata, names: dict[str, str], found: Set[str]) -> None:
     """Raise BadModel unless exactly these are there; only the head may be missing: it is then tied to the embedding."""
-    found = {tensor.name for tensor in metadata.reader.tensors} - {ROPE_FACTORS}
     if missing := names.keys() - found - {"output.weight"}:
         raise BadModel(f"{metadata.name}: missing tensors: {', '.join(sorted(missing))}")
     if extra := found - names.keys():

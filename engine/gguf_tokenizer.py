@@ -5,6 +5,7 @@ Source of the pre-tokenizers: each model's own tokenizer.json where it has one, 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Final
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
@@ -37,15 +38,18 @@ def tokenizer(metadata: Metadata) -> Tokenizer:
 
     Raises: BadModel: another kind of tokenizer, or a pre-tokenizer that we do not know.
     """
-    if metadata.need("tokenizer.ggml.model") != "gpt2":
+    if metadata.need("tokenizer.ggml.model", str) != "gpt2":
         raise BadModel(f"{metadata.name}: tokenizer.ggml.model: only 'gpt2' (byte-level BPE) is supported")
-    tokens, types = metadata.need("tokenizer.ggml.tokens"), metadata.need("tokenizer.ggml.token_type")
-    merges = [tuple(merge.split(" ")) for merge in metadata.need("tokenizer.ggml.merges")]
+    tokens = metadata.need_list("tokenizer.ggml.tokens", str)
+    types = metadata.need_list("tokenizer.ggml.token_type", int)
+    if len(types) != len(tokens):
+        raise BadModel(f"{metadata.name}: tokenizer.ggml.token_type: {len(types)} types of {len(tokens)} tokens")
     kind = _kind(metadata)
+    vocab = {token: index for index, token in enumerate(tokens)}
     made = Tokenizer(
         models.BPE(
-            vocab={token: index for index, token in enumerate(tokens)},
-            merges=merges,
+            vocab=vocab,
+            merges=_merges(metadata, vocab),
             ignore_merges=kind == "llama-bpe",  # a piece that is a token is that token, whatever the merges say
         )
     )
@@ -64,28 +68,41 @@ def tokenizer(metadata: Metadata) -> Tokenizer:
 
 def tokenizer_config(metadata: Metadata, max_context_tokens: int) -> dict[str, Any]:
     """tokenizer_config.json: special tokens and the chat template."""
-    tokens = metadata.need("tokenizer.ggml.tokens")
+    tokens = metadata.need_list("tokenizer.ggml.tokens", str)
 
     def token(field: str) -> str | None:
-        index = metadata.get(f"tokenizer.ggml.{field}_token_id")
+        index = metadata.get(f"tokenizer.ggml.{field}_token_id", int)
+        if index is not None and not 0 <= index < len(tokens):
+            raise BadModel(f"{metadata.name}: tokenizer.ggml.{field}_token_id: {index} is none of {len(tokens)} tokens")
         return None if index is None else tokens[index]
 
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": max_context_tokens,
         "clean_up_tokenization_spaces": False,
-        "add_bos_token": bool(metadata.get("tokenizer.ggml.add_bos_token", _kind(metadata) == "llama-bpe")),
+        "add_bos_token": bool(metadata.get("tokenizer.ggml.add_bos_token", bool, _kind(metadata) == "llama-bpe")),
         "bos_token": token("bos"),
         "eos_token": token("eos"),
         "unk_token": token("unknown"),
         "pad_token": token("padding"),
-        "chat_template": metadata.get("tokenizer.chat_template"),
+        "chat_template": metadata.get("tokenizer.chat_template", str),
     }
+
+
+def _merges(metadata: Metadata, vocab: Mapping[str, int]) -> list[tuple[str, str]]:
+    """Pairs of tokens that make a token. Raises: BadModel: one does not."""
+    pairs = []
+    for merge in metadata.need_list("tokenizer.ggml.merges", str):
+        left, _, right = merge.partition(" ")
+        if left not in vocab or right not in vocab or left + right not in vocab:
+            raise BadModel(f"{metadata.name}: tokenizer.ggml.merges: {merge!r} does not make a token of two")
+        pairs.append((left, right))
+    return pairs
 
 
 def _kind(metadata: Metadata) -> str:
     """The pre-tokenizer's name; without one llama.cpp takes its default, too."""
-    return str(metadata.get("tokenizer.ggml.pre", "default"))
+    return str(metadata.get("tokenizer.ggml.pre", str, "default"))
 
 
 def _pre_tokenizer(metadata: Metadata, kind: str) -> pre_tokenizers.PreTokenizer:

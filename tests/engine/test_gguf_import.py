@@ -73,6 +73,12 @@ def test_missing_fields_are_named(tmp_path: Path, tensors: dict[str, torch.Tenso
         ("llama.rope.scaling.yarn_log_multiplier", 0.1),
         ("llama.rope.dimension_count", 4),
         ("llama.attention.value_length", 4),
+        ("llama.context_length", [4]),
+        ("llama.rope.freq_base", float("inf")),
+        ("tokenizer.ggml.bos_token_id", len(TOKENS)),
+        ("tokenizer.ggml.merges", ["h o"]),
+        ("tokenizer.ggml.merges", [1, 2]),
+        ("tokenizer.ggml.token_type", [1]),
     ],
 )
 def test_unsupported_kinds_are_named(
@@ -100,6 +106,16 @@ def test_tensors_without_a_place_are_named(tmp_path: Path, tensors: dict[str, to
     source = _write_gguf(tmp_path / "model.gguf", FIELDS, tensors | {"blk.0.ffn_gate_inp.weight": torch.ones(2, 32)})
     with pytest.raises(BadModel, match=r"no place in a llama model: blk\.0\.ffn_gate_inp\.weight"):
         import_gguf(source, tmp_path / "model", lambda _line: None)
+
+
+def test_tensors_of_another_shape_are_named_before_the_long_part(
+    tmp_path: Path, tensors: dict[str, torch.Tensor]
+) -> None:
+    lines: list[str] = []
+    source = _write_gguf(tmp_path / "model.gguf", FIELDS, tensors | {"model.norm.weight": torch.ones(64)})
+    with pytest.raises(BadModel, match=r"output_norm\.weight has shape \[64\], the metadata ask for \[32\]"):
+        import_gguf(source, tmp_path / "model", lines.append)
+    assert lines == ["reading model.gguf"]
 
 
 def test_a_window_is_refused_before_the_long_part(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> None:

@@ -49,7 +49,7 @@ def _pieces(made: tokenizers.Tokenizer, text: str) -> list[str]:
 @pytest.mark.parametrize("text", TEXTS)
 def test_qwen2_is_transformers(tmp_path: Path, text: str) -> None:
     metadata = _metadata(tmp_path, "qwen2")
-    tokens = metadata.need("tokenizer.ggml.tokens")
+    tokens = metadata.need_list("tokenizer.ggml.tokens", str)
     vocabulary = {token: index for index, token in enumerate(tokens)}
     reference = Qwen2Tokenizer(vocab=vocabulary, merges=[tuple(merge.split(" ")) for merge in MERGES])
     made = tokenizer(metadata)
