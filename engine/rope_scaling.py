@@ -82,7 +82,8 @@ def parse_rope(fields: Mapping[str, Any], max_context_tokens: int) -> tuple[floa
     """
     name = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
     rope = _RopeFields(name, fields.get(name) or {}, max_context_tokens)
-    theta = rope.positive("rope_theta", default=fields.get("rope_theta") or DEFAULT_THETA)
+    given = fields.get("rope_theta")
+    theta = rope.positive("rope_theta", default=DEFAULT_THETA if given is None else given)
     match rope.kind:
         case "default":
             return theta, None

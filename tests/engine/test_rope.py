@@ -119,6 +119,12 @@ def test_what_is_not_computed_is_refused(scaling: Any, message: str) -> None:
         _config(rope_scaling=scaling)
 
 
+def test_a_theta_of_zero_is_refused_and_none_is_the_usual_one() -> None:
+    assert _config(None).rope_theta == 10000.0  # type: ignore[arg-type]
+    with pytest.raises(BadModel, match="rope_theta: need a number above 0, got 0"):
+        _config(0.0)
+
+
 def test_transformers_writes_what_we_read() -> None:
     """Positive control of the spellings: the fields as the reference itself saves them."""
     sizes = SIZES | {"num_key_value_heads": 3}
