@@ -60,7 +60,8 @@ async def listen_controller(controller: Controller, config: ClusterConfig) -> gr
     pb_grpc.add_ControllerServiceServicer_to_server(ControllerServicer(controller, config.drain_timeout_s), server)
     try:
         server.add_insecure_port(config.controller_address)
-    except RuntimeError as error:
-        raise BadRequest("controller_port", f"{config.controller_address} cannot be listened on: {error}") from None
+    except RuntimeError:  # gRPC has written why to stderr
+        message = f"{config.controller_address} cannot be listened on; something else may listen there"
+        raise BadRequest("controller_port", message) from None
     await server.start()
     return server

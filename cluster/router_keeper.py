@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 from cluster.backoff import Backoff
 from cluster.config import ClusterConfig
 from cluster.controller import STOP_TIMEOUT_S, watch
-from cluster.ray_runtime import Actor, ActorFailed
+from cluster.ray_runtime import Actor, ActorFailed, ActorHung
 from core.errors import CommandFailed
 
 SpawnRouter = Callable[[], tuple[Actor, Any]]  # a new process, and what to tell it
@@ -40,8 +39,12 @@ class RouterKeeper:
         """Let what is open finish, close the fronts and end the process; call it after `run` was cancelled."""
         if self._actor is None:
             return
-        with contextlib.suppress(ActorFailed):
+        try:
             await self._actor.call("stop", timeout_s=self._config.drain_timeout_s + STOP_TIMEOUT_S)
+        except ActorHung as error:
+            self._say(f"{self._name} is hung ({error}), killing it")
+        except ActorFailed:
+            pass  # it has ended, or does below
         self._actor.kill()
 
     async def _live(self) -> tuple[str, float]:

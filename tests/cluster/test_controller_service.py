@@ -92,4 +92,4 @@ async def test_nobody_there_and_an_address_in_use_are_named(served: tuple[Contro
     config = ClusterConfig(tmp_path, controller_port=int(address.rpartition(":")[2]))
     with pytest.raises(BadRequest) as caught:
         await listen_controller(Controller(), config)  # type: ignore[arg-type]
-    assert caught.value.field == "controller_port"
+    assert caught.value.field == "controller_port" and str(caught.value).endswith("may listen there")
