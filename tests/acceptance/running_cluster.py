@@ -110,7 +110,9 @@ def running_cluster(model: Path, cache: Path, *flags: str, **settings: Any) -> I
     ports = {"http_port": http_port, "grpc_port": grpc_port, "registry_port": registry_port}
     (cache / POLICY).write_text("{}")
     values = {
-        **ports, "controller_port": controller_port, "num_blocks": 512, "policy_file": str(cache / POLICY), **settings,
+        **ports, "controller_port": controller_port, "num_blocks": 512, "policy_file": str(cache / POLICY),
+        "pin_workers": False,  # the clusters of two test processes would take the same cores
+        **settings,
     }  # fmt: skip
     config.write_text(json.dumps(values))  # JSON is YAML
     for shared in (kernel_folder(), cache_folder() / "digests"):  # compiled and read once, not by every cluster
