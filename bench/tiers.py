@@ -81,7 +81,7 @@ class Worker:
 
     def evict(self) -> None:
         """All that is cached goes to the host."""
-        self.tiers.begin_step(bounded=False)
+        self.tiers.allow_copies(bounded=False)
         self.pool.release(self.pool.allocate(self.pool.num_free) or [])
 
     async def evict_from_host(self, hashes: list[BlockHash]) -> None:

@@ -96,9 +96,12 @@ class Drill:
     async def _look_at_model(self) -> None:
         """Its name, and a prompt that fits its context: what does not is refused before anything is killed."""
         model = await asyncio.to_thread(first_model, self._target.http_url)
-        num_lines = min(MOST_LINES, (model["max_model_len"] - NUM_TOKENS) // LINE_TOKENS)
+        context_tokens = model.get("max_model_len")
+        if not isinstance(context_tokens, int):
+            raise CommandFailed(f"{self._target.http_url} is no front of Tandem's: its model has no max_model_len")
+        num_lines = min(MOST_LINES, (context_tokens - NUM_TOKENS) // LINE_TOKENS)
         if num_lines < LEAST_LINES:
-            raise CommandFailed(f"a context of {model['max_model_len']} tokens (num_blocks) is too short for a drill")
+            raise CommandFailed(f"a context of {context_tokens} tokens (num_blocks) is too short for a drill")
         self._model = model["id"]
         self._long_prompt = "".join(LINE.format(number=number) for number in range(num_lines))
 

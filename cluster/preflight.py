@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from cluster.config import PORTS, ClusterConfig
 from cluster.free_ports import free_ports, listen_once
-from cluster.worker.config import DTYPES, num_slots
+from cluster.worker.config import DTYPES, slots_within
 from core.errors import BadModel, BadRequest
 from engine.adapter_config import AdapterConfig
 from engine.digest import adapter_digest
@@ -115,7 +115,7 @@ def require_fit(config: ClusterConfig, model: ModelConfig) -> None:
     require_split(model, config.tensor_parallel_size)
     block_bytes = model.kv_geometry(config.block_size, DTYPES[config.dtype]).block_bytes
     for name in ("host_cache_bytes", "disk_cache_bytes"):
-        num_slots(name, getattr(config, name), block_bytes)
+        slots_within(name, getattr(config, name), block_bytes)
 
 
 def require_adapters(folders: Mapping[str, Path]) -> None:

@@ -77,8 +77,8 @@ async def check_parity(http_url: str, registry_address: str, model: str) -> Pari
     workers = [item.worker for item in (await fetch_status(registry_address)).workers]
     prompts = prompts_within(min(min(it.max_context_tokens, it.num_blocks * it.block_size) for it in workers))
     async with _session() as session:
-        local = await asyncio.gather(*(complete(session, http_url, model, text, "local") for text in prompts))
-        remote = await asyncio.gather(*(complete(session, http_url, model, text, "remote") for text in prompts))
+        local = await asyncio.gather(*(_complete(session, http_url, model, text, "local") for text in prompts))
+        remote = await asyncio.gather(*(_complete(session, http_url, model, text, "remote") for text in prompts))
     orphaned_blocks = await settled_blocks(registry_address)
     status = await fetch_status(registry_address)
     pairs = [pair for one, other in zip(local, remote, strict=True) for pair in _side_by_side(one, other)]
@@ -103,16 +103,15 @@ def prompts_within(context_tokens: int) -> tuple[str, ...]:
     return (*SHORT, long) if long else SHORT
 
 
-async def check_request(http_url: str, model: str, max_tokens: int = MAX_TOKENS) -> Completion:
+async def check_request(http_url: str, model: str, max_tokens: int = MAX_TOKENS) -> None:
     """One request by the router's own choice. Raises: CommandFailed."""
     async with _session() as session:
-        answer = await complete(session, http_url, model, PROMPT, "auto", max_tokens)
+        answer = await _complete(session, http_url, model, PROMPT, "auto", max_tokens)
     if not answer.token_ids:
         raise CommandFailed("a request gave no tokens")
-    return answer
 
 
-async def complete(
+async def _complete(
     session: aiohttp.ClientSession, http_url: str, model: str, prompt: str, prefill: str, max_tokens: int = MAX_TOKENS
 ) -> Completion:
     """One greedy completion. Raises: CommandFailed."""

@@ -22,9 +22,9 @@ _DEFAULTS: Final[dict[str, Any]] = {item.name: item.default for item in fields(C
 def meant(port: int | None, wanted: str) -> str:
     """Whose port this is by default, and where `wanted`, a key of LISTENERS, then is."""
     for name, first_port in _DEFAULTS.items():
-        ports = range(first_port, first_port + ROUTER_PORT_STEP * MAX_ROUTERS, ROUTER_PORT_STEP)
-        if name != wanted and port is not None and port in ports:
-            there = _DEFAULTS[wanted] + port - first_port
+        num_ports = 1 if name == "controller_port" else MAX_ROUTERS
+        if name != wanted and port in range(first_port, first_port + ROUTER_PORT_STEP * num_ports, ROUTER_PORT_STEP):
+            there = _DEFAULTS[wanted] + (0 if wanted == "controller_port" else port - first_port)
             return f"{port} is {LISTENERS[name]} by default, {there} {LISTENERS[wanted]}"
     return f"{LISTENERS[wanted]} is wanted, {_DEFAULTS[wanted]} by default"
 

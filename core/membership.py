@@ -99,9 +99,7 @@ class GivenWork:
     num_requests: int = 0
     num_tokens: int = 0  # given with them: prompts, and output that was out already
     prompt_tokens: int = 0  # of these, of prompts that are computed here and have no first token yet
-    unplaced_tokens: int = (
-        0  # of these, of requests that are decoded here and have no KV blocks yet, as far as is known
-    )
+    unplaced_tokens: int = 0  # of these, of requests decoded here that have no KV blocks yet, as far as is known
 
     def __add__(self, other: GivenWork) -> GivenWork:
         return GivenWork(

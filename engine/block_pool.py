@@ -117,7 +117,7 @@ class BlockPool:
         self.tiers.keep(())
         return [self._cached[block_hash] for block_hash in hashes[: len(run)]], fresh[len(absent) :]
 
-    def copy_ahead(self, hashes: Sequence[BlockHash], num_blocks: int, keep_free: int = 0) -> int:
+    def copy_ahead(self, hashes: Sequence[BlockHash], num_blocks: int, keep_free: int) -> int:
         """What `acquire` of the same would copy, as far as may be copied now, where that is not all of it.
 
         Returns: how many copies that leaves to later steps; 0 too where there is no room for it.

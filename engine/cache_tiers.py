@@ -4,8 +4,8 @@
 2. What the host has is written to the disk as soon as that has time for it; a block whose slot is taken before is lost.
 3. What a waiting request needs of the disk is read into host slots (`read`); what these hold is copied into fresh
    device blocks as the request is admitted (`load`).
-What is copied between two steps is bounded while others run (`begin_step`): beyond that a block is lost, and who waits
-for copies waits for another step (`BlockPool.copy_ahead`).
+What is copied between two steps is bounded while others run (`allow_copies`): beyond that a block is lost, and who
+waits for copies waits for another step (`BlockPool.copy_ahead`).
 A host slot keeps its block when the device has it again. One operation of the disk is under way at a time, through
 memory of its own (engine/tier_driver.py), so no slot is ever locked, and nothing is read twice for two who want it.
 
@@ -93,7 +93,7 @@ class CacheTiers:
     def copies_per_step(self) -> int:
         return self._copies.copies_per_step
 
-    def begin_step(self, *, bounded: bool = True) -> None:
+    def allow_copies(self, *, bounded: bool) -> None:
         """Until the next call no more is copied than one step may; or all that is asked for, as nobody waits for it."""
         self.copies_left = self.copies_per_step if bounded else sys.maxsize
 

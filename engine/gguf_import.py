@@ -46,13 +46,11 @@ def import_default_model(target: Path, progress: Progress) -> Path:
 
 
 def folder_for(source: Path, cache: Path, progress: Progress) -> Path:
-    """The folder of the model at `source`: itself, or, for a GGUF file, its import below `cache`, made once.
+    """The folder of a GGUF file's model: its import below `cache`, made once.
 
     The same bytes under the same name are imported once, wherever the file lies. The folder has the file's name.
     Raises: BadModel: see `import_gguf`.
     """
-    if not source.is_file():
-        return source
     require_whole(source)  # before all of it is read
     return import_gguf(source, cache / _digest(source, progress) / source.stem, progress)
 

@@ -80,7 +80,7 @@ class Scheduler:
         self._pace = StepPace(config.max_decode_slowdown)
         self._in_flight: StepPlan | None = None
         self._computing: tuple[Sequence, ...] = ()  # of the step in flight, one for each slice
-        self._copied_by = 0  # the last step for which any of those who wait does so for its copies
+        self._copies_due_step = 0  # the last step for which any of those who wait does so for its copies
         self.num_steps = 0
         self.num_preemptions = 0
 
@@ -169,7 +169,7 @@ class Scheduler:
         """The next step, or None when there is nothing to compute. One step is in flight at a time."""
         if self._in_flight is not None:
             raise InvariantBroken("plan while a step is in flight")
-        self.pool.tiers.begin_step()
+        self.pool.tiers.allow_copies(bounded=True)
         chosen: dict[Sequence, int] = {}
         budget = self.config.token_budget
         num_decodes = sum(sequence.decoding for sequence in self._running)
@@ -322,21 +322,21 @@ class Scheduler:
             return True
 
         if not self._running:
-            self.pool.tiers.begin_step(bounded=False)
+            self.pool.tiers.allow_copies(bounded=False)
         line.admit(self.num_steps, due=due, take=take)
         if not self._running:
-            self.pool.tiers.begin_step()
+            self.pool.tiers.allow_copies(bounded=True)
         return found[0] if found else None
 
     def _copies_first(self, sequence: Sequence, hashes: list[BlockHash], num_blocks: int, keep_free: int) -> bool:
         """Whether it waits for the next step, as its blocks take more copies than one may wait for. So it does for a
         bounded number of steps, after those of others who wait so; what is not copied by then is lost, or computed."""
-        if sequence.copied_by is not None and self.num_steps >= sequence.copied_by:
+        if sequence.copies_due_step is not None and self.num_steps >= sequence.copies_due_step:
             return False
         num_missing = self.pool.copy_ahead(hashes, num_blocks, keep_free)
-        if num_missing and sequence.copied_by is None:
+        if num_missing and sequence.copies_due_step is None:
             num_steps = math.ceil(COPY_PATIENCE * num_missing / self.pool.tiers.copies_per_step)
-            sequence.copied_by = self._copied_by = max(self._copied_by, self.num_steps) + num_steps
+            sequence.copies_due_step = self._copies_due_step = max(self._copies_due_step, self.num_steps) + num_steps
         return num_missing > 0
 
     def _preempt_batch(self, num_blocks: int) -> bool:

@@ -50,7 +50,7 @@ class Sequence:
     num_choices: how many choices it will fork into, this one first; 1 after that, and where there is one only.
     due_step, number: its place in line (engine/waiting_line.py); num_overtaken: how often it was passed as the head.
     arrived_step: how many steps were planned before it came.
-    copied_by: step for which it waits, as its blocks take copies (`BlockPool.copy_ahead`); None: for none.
+    copies_due_step: step for which it waits, as its blocks take copies (`BlockPool.copy_ahead`); None: for none.
     fetch: number of what it waits for from the disk (`BlockPool.fetch`); None: not looked for since it last waited.
     """
 
@@ -76,7 +76,7 @@ class Sequence:
     due_step: int = 0
     number: int = 0
     num_overtaken: int = 0
-    copied_by: int | None = None
+    copies_due_step: int | None = None
     fetch: int | None = None
     scoring: bool = False  # the prompt's tokens are to be scored here, and are not all told yet
     scores: list[PromptScore] = field(default_factory=list)  # of the prompt's tokens from the second on
@@ -190,7 +190,7 @@ class Sequence:
         """Forget what is computed; returns the blocks that were held, whose references are now the caller's."""
         blocks, self.blocks = self.blocks, []
         self.num_computed = self.num_cached_blocks = 0
-        self.fetch = self.copied_by = None
+        self.fetch = self.copies_due_step = None
         return blocks
 
     def slice(self, num_tokens: int) -> SequenceSlice:

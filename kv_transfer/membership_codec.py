@@ -78,14 +78,7 @@ def decode_info(message: pb.WorkerInfo) -> WorkerInfo:
 
 
 def encode_load(load: WorkerLoad) -> pb.WorkerLoad:
-    return pb.WorkerLoad(
-        waiting_requests=load.waiting_requests,
-        running_requests=load.running_requests,
-        waiting_tokens=load.waiting_tokens,
-        free_blocks=load.free_blocks,
-        used_blocks=load.used_blocks,
-        quarantined_blocks=load.quarantined_blocks,
-    )
+    return pb.WorkerLoad(**asdict(load))
 
 
 def decode_load(message: pb.WorkerLoad) -> WorkerLoad:

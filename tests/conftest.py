@@ -25,7 +25,7 @@ OWN_CLUSTERS = (
     "test_router_replicas",
 )
 # They share one.
-ON_RAY = ("test_burial", "test_controller", "test_host_controller", "test_spare", "test_stand_in")
+ON_RAY = ("test_burial", "test_controller", "test_host_controller", "test_spare")
 
 
 class ByFile(LoadScopeScheduling):

@@ -163,7 +163,7 @@ def require_range(name: str, value: float, low: float, high: float) -> None:
         raise BadRequest(name, f"must be in [{low}, {high}], got {value}")
 
 
-def num_slots(name: str, num_bytes: int, block_bytes: int) -> int:
+def slots_within(name: str, num_bytes: int, block_bytes: int) -> int:
     """Blocks for which a cache tier of `num_bytes` has room. Raises: BadRequest: on `name`: for none, though it is not
     0."""
     if 0 < num_bytes < block_bytes:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster.worker.config import WorkerConfig, num_slots
+from cluster.worker.config import WorkerConfig, slots_within
 from core.errors import BadRequest
 from engine.cache_tiers import CacheTiers
 from engine.disk_slots import DiskSlots, require_room
@@ -31,8 +31,8 @@ class Tiers:
 def build_tiers(config: WorkerConfig, runner: ModelRunner) -> Tiers | None:
     """None where there are to be none. Raises: BadRequest: naming the setting, where its bytes hold no block, or the
     host or the folder has no room for them."""
-    num_host_slots = num_slots("host_cache_bytes", config.host_cache_bytes, runner.geometry.block_bytes)
-    num_disk_slots = num_slots("disk_cache_bytes", config.disk_cache_bytes, runner.geometry.block_bytes)
+    num_host_slots = slots_within("host_cache_bytes", config.host_cache_bytes, runner.geometry.block_bytes)
+    num_disk_slots = slots_within("disk_cache_bytes", config.disk_cache_bytes, runner.geometry.block_bytes)
     if not num_host_slots:
         return None
     try:

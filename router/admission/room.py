@@ -53,7 +53,8 @@ class Capacity:
     """What the ready workers can take together. num_workers: that compute prompts; each does, whatever its role.
     num_decodes: of these, those that hold requests to their end. free_tokens: of KV on these, as they last said.
     seconds_per_token: what one worker takes, learnt; None before any has shown it. others_tokens: of prompts under way
-    that other routers sent. others_unplaced_tokens: of these, of those without KV blocks."""
+    that other routers sent. others_unplaced_tokens: given by others with requests that wait for KV
+    blocks."""
 
     num_workers: int = 0
     num_decodes: int = 0

@@ -201,6 +201,8 @@ def test_who_asks_for_registry_or_controller_elsewhere_is_told_so(
         (50062, "http_port", "50062 is the registry by default, 8010 the HTTP front"),
         (8010, "registry_port", "8010 is the HTTP front by default, 50062 the registry"),
         (50053, "registry_port", "50053 is the controller by default, 50052 the registry"),
+        (50063, "registry_port", "the registry is wanted, 50052 by default"),  # there is one controller
+        (8010, "controller_port", "8010 is the HTTP front by default, 50053 the controller"),
         (8000, "http_port", "the HTTP front is wanted, 8000 by default"),
         (None, "http_port", "the HTTP front is wanted, 8000 by default"),
     ],

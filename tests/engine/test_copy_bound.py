@@ -154,7 +154,7 @@ def test_what_one_step_may_copy_is_bounded_in_bytes() -> None:
 
 @pytest.mark.parametrize(
     ("owner", "name", "planted"),
-    [(CacheTiers, "begin_step", lambda *_, **__: None), (Scheduler, "_copies_first", lambda *_: False)],
+    [(CacheTiers, "allow_copies", lambda *_, **__: None), (Scheduler, "_copies_first", lambda *_: False)],
     ids=["no bound", "nobody waits"],
 )
 def test_these_are_seen(owner: type, name: str, planted: object, monkeypatch: pytest.MonkeyPatch) -> None:

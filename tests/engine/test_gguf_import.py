@@ -126,11 +126,6 @@ def test_a_window_is_refused_before_the_long_part(tmp_path: Path, tensors: dict[
     assert lines == ["reading model.gguf"]
 
 
-def test_a_folder_stays_itself(tmp_path: Path) -> None:
-    assert folder_for(tmp_path, tmp_path / "cache", lambda _line: None) == tmp_path
-    assert not (tmp_path / "cache").exists()
-
-
 def test_a_file_is_imported_once_by_its_content(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> None:
     source = _write_gguf(tmp_path / "small.gguf", FIELDS, tensors)
     folder = folder_for(source, tmp_path / "cache", lambda _line: None)
