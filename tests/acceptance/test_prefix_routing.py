@@ -65,7 +65,7 @@ def test_aggregated_workers_do_both(two_decodes: RunningCluster) -> None:
 def test_a_prefix_goes_to_its_holder_and_another_one_to_the_idle_worker(two_decodes: RunningCluster) -> None:
     """The holder is busy with a long answer to the prefix, so that without the view both would go to the other one."""
     with ThreadPoolExecutor(1) as pool:
-        long = pool.submit(ask, two_decodes, *SHARED, 7, max_tokens=150)
+        long = pool.submit(ask, two_decodes, *SHARED, 7, max_tokens=400)
         wait_until(lambda: known_blocks(two_decodes) >= len(SHARED) // 16, 30.0, lambda: str(known_blocks(two_decodes)))
         same, other = ask(two_decodes, *SHARED, 8, 9), ask(two_decodes, *OTHER, 8, 9)
         assert not long.done(), "it ended before the others were planned: too short for this machine"
