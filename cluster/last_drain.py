@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from cluster.progress import STILL_EVERY_S, Progress
 from cluster.status_client import fetch_all
@@ -18,23 +18,19 @@ from core.errors import Unreachable
 LEAST_S: Final = 1.0  # of workers, whose hand-offs end by themselves
 
 
-class Router(Protocol):
-    async def stop(self) -> None:
-        """Takes nothing new, lets what is open finish for `drain_timeout_s`, ends."""
-
-
 async def drain_all(
-    routers: Iterable[Router],
+    stopping_routers: Iterable[Awaitable[None]],
     stop_workers: Callable[[float], Awaitable[None]],
     telling: Coroutine[Any, Any, None],
     drain_timeout_s: float,
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
-    """stop_workers: lets them drain for so many seconds, and ends them. telling: runs until the routers have ended."""
+    """stopping_routers: each takes nothing new, lets what is open finish for `drain_timeout_s`, and ends. stop_workers:
+    lets them drain for so many seconds, and ends them. telling: runs until the routers have ended."""
     over_s = clock() + drain_timeout_s
     told = asyncio.create_task(telling)
     try:
-        await asyncio.gather(*(router.stop() for router in routers))
+        await asyncio.gather(*stopping_routers)
     finally:
         told.cancel()
     await stop_workers(max(LEAST_S, over_s - clock()))

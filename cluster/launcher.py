@@ -226,7 +226,7 @@ class Launcher:
         await _cancel(self._keeping_routers)
         timeout_s = self._config.drain_timeout_s
         telling = tell_open_requests(self._progress, self._config.registry_addresses, timeout_s)
-        await drain_all(self._routers, self._stop_workers, telling, timeout_s)
+        await drain_all([router.stop() for router in self._routers], self._stop_workers, telling, timeout_s)
 
     async def _stop_workers(self, drain_s: float) -> None:
         if self._controlling is not None and not self._controlling.done():

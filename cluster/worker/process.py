@@ -63,8 +63,9 @@ class WorkerProcess:
             run_on_numa_node(config.numa_node)
         self._config = config
         self._orphaned_blocks = 0
-        self._tasks = BackgroundTasks(self._broken)
         self._ref = WorkerRef(config.worker_id, config.incarnation)
+        self._broken = partial(end_broken, worker_id=self._ref)
+        self._tasks = BackgroundTasks(self._broken)
         # The router has decided: what comes without a traceparent is not traced.
         registry = CollectorRegistry()
         tracer = open_tracer(config.trace_endpoint, 0.0, "tandem-worker", str(self._ref), registry)
@@ -233,8 +234,3 @@ class WorkerProcess:
             self._config.price_per_hour,
             self._energy,
         )
-
-    # --- the end of a worker that is broken -----------------------------------------------------------------------
-
-    def _broken(self, error: BaseException) -> None:
-        end_broken(error, worker_id=self._ref)

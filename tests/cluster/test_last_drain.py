@@ -27,11 +27,6 @@ class Cluster:
         self._streams_s, self._handoffs_s = streams_s, handoffs_s
         self._began_s = self.now
 
-    def routers(self) -> list[Any]:
-        return [
-            SimpleNamespace(stop=lambda stream_s=stream_s: self._stop_router(stream_s)) for stream_s in self._streams_s
-        ]
-
     async def _stop_router(self, stream_s: float) -> None:
         """They drain side by side."""
         self.said.append("router")
@@ -46,7 +41,8 @@ class Cluster:
         await asyncio.Event().wait()
 
     async def end(self) -> float:
-        await drain_all(self.routers(), self.stop_workers, self._tell(), TIMEOUT_S, lambda: self.now)
+        stopping = [self._stop_router(stream_s) for stream_s in self._streams_s]
+        await drain_all(stopping, self.stop_workers, self._tell(), TIMEOUT_S, lambda: self.now)
         return self.now - self._began_s
 
 
