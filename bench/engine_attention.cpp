@@ -6,14 +6,17 @@
 
 using namespace tandem;
 
-// block_ids: [batch, num_pages].   queries, outputs: [num_heads, head_dim] bfloat16, the same for all sequences.
+// block_ids: [batch, num_pages].   queries: [num_heads, head_dim], the same for all sequences.
 extern "C" void bench_attend(void* pool_units, int is_block_major, int num_blocks, int num_layers, int num_kv_heads,
                              int head_dim, int group, const std::int32_t* block_ids, int batch, int num_pages,
-                             const void* queries, void* outputs) {
+                             const float* queries) {
     const long stride = AttentionScratch::stride_for(num_pages * page_tokens);
     std::vector<float> scores(max_bunch_rows * stride), probabilities(scores);
     std::vector<Lanes> sums(max_bunch_rows * head_dim / num_lanes);
     const AttentionScratch scratch{scores.data(), probabilities.data(), sums.data(), stride};
+    std::vector<Factor<Pair>> rotated(num_kv_heads * group * head_dim / values_per_factor<Pair>), outputs(rotated);
+    for (int first = 0; first < num_kv_heads * group * head_dim; first += num_lanes)
+        store_factors<Pair>(rotated.data() + first / values_per_factor<Pair>, load(queries + first));
     std::vector<Run> runs;
     for (int sequence = 0; sequence < batch; ++sequence)
         runs.push_back({0, 1, num_pages * page_tokens - 1, block_ids + sequence * num_pages});
@@ -22,7 +25,7 @@ extern "C" void bench_attend(void* pool_units, int is_block_major, int num_block
         if (!is_block_major) pool.units += layer * static_cast<long>(num_blocks) * 2 * num_kv_heads * pool.page_units();
         for (int sequence = 0; sequence < batch; ++sequence)
             attend(pool, is_block_major ? layer : 0, runs[sequence],
-                   sequence + 1 < batch ? &runs[sequence + 1] : nullptr, group, static_cast<const Pair*>(queries), 1,
-                   scratch, static_cast<Pair*>(outputs), 0);
+                   sequence + 1 < batch ? &runs[sequence + 1] : nullptr, group, rotated.data(), 1, scratch,
+                   outputs.data(), 0);
     }
 }

@@ -154,15 +154,15 @@ def attention_s(config: ModelConfig, batch: int, rounds: int) -> tuple[float, fl
     attend = ctypes.CDLL(str(build_library(ATTENTION_SOURCE))).bench_attend
     shape = (NUM_BLOCKS, config.num_layers, 2, config.num_kv_heads, PAGE_TOKENS, config.head_dim)
     pool = HugeMemory(2 * math.prod(shape)).tensor(shape, torch.bfloat16).normal_()
-    queries, outputs = torch.randn(2, config.num_heads, config.head_dim).bfloat16()
+    queries = torch.randn(config.num_heads, config.head_dim)
     num_pages = DECODE_CONTEXT // PAGE_TOKENS
     blocks = torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(0))[: batch * num_pages].int()
     sizes = (NUM_BLOCKS, config.num_layers, config.num_kv_heads, config.head_dim)
     group = config.num_heads // config.num_kv_heads
 
     def run(is_block_major: int) -> None:
-        addresses = [ctypes.c_void_p(item.data_ptr()) for item in (pool, blocks, queries, outputs)]
-        attend(addresses[0], is_block_major, *sizes, group, addresses[1], batch, num_pages, *addresses[2:])
+        addresses = [ctypes.c_void_p(item.data_ptr()) for item in (pool, blocks, queries)]
+        attend(addresses[0], is_block_major, *sizes, group, addresses[1], batch, num_pages, addresses[2])
 
     return median_s(lambda: run(1), 3 * rounds), median_s(lambda: run(0), 3 * rounds)
 

@@ -33,7 +33,7 @@ struct PagedHeads {
 // of 4 KiB, whose rows would share sets of the first-level cache.
 struct AttentionScratch {
     float* scores;         // [max_bunch_rows][stride]
-    float* probabilities;  // [max_bunch_rows][stride], in units of the dtype
+    float* probabilities;  // [max_bunch_rows][stride], as factors
     Lanes* sums;           // max_bunch_rows * head_dim / 16: tiles, head after head
     long stride;
 
@@ -45,9 +45,9 @@ struct AttentionScratch {
 };
 
 // scores[head, row][token] = query . key, not scaled, for all tokens of all pages. Values are fetched meanwhile.
-//   queries: [Rows][head_dim] of each head, heads `head_stride` units apart.
+//   queries: [Rows][head_dim] of each head, heads `head_stride` factors apart.
 template <class Unit, int Rows>
-void score_pages(const Unit* queries, long head_stride, const PagedHeads<Unit>& heads,
+void score_pages(const Factor<Unit>* queries, long head_stride, const PagedHeads<Unit>& heads,
                  const AttentionScratch& scratch) {
     const int head_steps = heads.pool->head_steps();
     for (int first_page = 0; first_page < heads.num_pages; first_page += tile_vectors)
@@ -60,7 +60,8 @@ void score_pages(const Unit* queries, long head_stride, const PagedHeads<Unit>& 
                 values[column] = heads.values(page, head);
             }
             Tile<Rows, tile_vectors> sums = {};
-            accumulate(sums, queries + head * head_stride, head_steps, keys, page_tokens, head_steps,
+            accumulate(sums, queries + head * head_stride, head_steps * factors_per_unit<Unit>, keys, page_tokens,
+                       head_steps,
                        [&](int step) TANDEM_INLINE_LAMBDA {
 #pragma GCC unroll 4
                            for (int column = 0; column < tile_vectors; ++column)
@@ -73,11 +74,11 @@ void score_pages(const Unit* queries, long head_stride, const PagedHeads<Unit>& 
         }
 }
 
-// Weights exp((score - highest) * scale) of one row, rounded to units; 0 from token `num_visible` on.
+// Weights exp((score - highest) * scale) of one row, rounded to factors; 0 from token `num_visible` on.
 // Returns the inverse of their sum, which is that of the rounded weights.
 template <class Unit>
-float soften(const float* scores, int num_visible, int num_pages, float scale, Unit* weights) {
-    constexpr int step_units = page_tokens / values_per_unit<Unit>;
+float soften(const float* scores, int num_visible, int num_pages, float scale, Factor<Unit>* weights) {
+    constexpr int page_factors = page_tokens / values_per_factor<Unit>;
     const int full_pages = num_visible / page_tokens, rest = num_visible % page_tokens;
     Lanes highest = broadcast(-INFINITY);
     for (int page = 0; page < full_pages; ++page) highest = maximum(highest, load(scores + page * page_tokens));
@@ -91,16 +92,16 @@ float soften(const float* scores, int num_visible, int num_pages, float scale, U
             weight = exponential((load(scores + page * page_tokens) - highest) * scale);
             if (page == full_pages) weight = keep_first(weight, rest, 0.0f);
         }
-        sum += store_values(weights + page * step_units, weight);
+        sum += store_factors<Unit>(weights + page * page_factors, weight);
     }
     return 1.0f / sum_of(sum);
 }
 
 // sums[row][column] += weighted values of one head's pages [first_page, last_page), of tokens below `num_tokens`, in
 // dimensions [first_dim, + 16 * Columns). The keys of the same pages of `next` are fetched meanwhile.
-//   weights: of the head's rows, `stride` units apart.
+//   weights: of the head's rows, `stride` factors apart.
 template <class Unit, int Rows, int Columns>
-void weigh_values(const Unit* weights, long stride, const PagedHeads<Unit>& heads, const PagedHeads<Unit>& next,
+void weigh_values(const Factor<Unit>* weights, long stride, const PagedHeads<Unit>& heads, const PagedHeads<Unit>& next,
                   int head, int first_page, int last_page, int num_tokens, int first_dim, Tile<Rows, Columns>& sums) {
     constexpr int step_values = values_per_unit<Unit>, page_steps = page_tokens / step_values;
     const int head_dim = heads.pool->head_dim;
@@ -112,7 +113,7 @@ void weigh_values(const Unit* weights, long stride, const PagedHeads<Unit>& head
         const Unit* right[Columns];
         for (int column = 0; column < Columns; ++column) right[column] = values + column * num_lanes;
         const int num_steps = std::min(page_steps, (num_tokens - page * page_tokens + step_values - 1) / step_values);
-        accumulate(tile, weights + page * page_steps, stride, right, head_dim, num_steps,
+        accumulate(tile, weights + page * page_steps * factors_per_unit<Unit>, stride, right, head_dim, num_steps,
                    [&](int step) TANDEM_INLINE_LAMBDA {
 #pragma GCC unroll 4
                        for (int column = 0; column < Columns; ++column)
@@ -123,25 +124,26 @@ void weigh_values(const Unit* weights, long stride, const PagedHeads<Unit>& head
 }
 
 // Attend from `Rows` rows of each head of a bunch.
-//   queries: [Rows][head_dim] of each head, rotated, not scaled, heads `head_stride` units apart.
+//   queries: [Rows][head_dim] of each head, rotated, not scaled, heads `head_stride` factors apart.
 //   num_visible: tokens that each row sees, itself included.
-//   outputs: of the first head, one row of head_dim each; those of the next lie `output_stride` units further on.
+//   outputs: of the first head, one row of head_dim each; those of the next lie `output_stride` factors further on.
 //   next: what is attended to next.
 // Scattered pages are not a stream that the processor would fetch ahead by itself. So one line is asked for with each
 // that is used: what is asked for faster than memory gives it is dropped. And the heads of a page, which lie together,
 // are taken after one another and four pages in turn: four streams come faster than one
 // (bench/results/2026-11-30-engine.md).
 template <class Unit, int Rows>
-void attend_tile(const Unit* queries, long head_stride, const PagedHeads<Unit>& heads, const PagedHeads<Unit>& next,
-                 const int (&num_visible)[Rows], const AttentionScratch& scratch, Unit* const (&outputs)[Rows],
+void attend_tile(const Factor<Unit>* queries, long head_stride, const PagedHeads<Unit>& heads, const PagedHeads<Unit>& next,
+                 const int (&num_visible)[Rows], const AttentionScratch& scratch,
+                 Factor<Unit>* const (&outputs)[Rows],
                  long output_stride) {
     const int head_dim = heads.pool->head_dim, num_vectors = head_dim / num_lanes;
     const float scale = 1.0f / std::sqrt(static_cast<float>(head_dim));
     score_pages<Unit, Rows>(queries, head_stride, heads, scratch);
-    auto* weights = reinterpret_cast<Unit*>(scratch.probabilities);
+    auto* weights = reinterpret_cast<Factor<Unit>*>(scratch.probabilities);
     float inverse_sums[max_bunch_rows];
     for (int row = 0; row < heads.num_heads * Rows; ++row)
-        inverse_sums[row] = soften(scratch.scores + row * scratch.stride, num_visible[row % Rows], heads.num_pages,
+        inverse_sums[row] = soften<Unit>(scratch.scores + row * scratch.stride, num_visible[row % Rows], heads.num_pages,
                                    scale, weights + row * scratch.stride);
     const int num_tokens = *std::max_element(num_visible, num_visible + Rows);
     std::fill_n(scratch.sums, heads.num_heads * Rows * num_vectors, Lanes{});
@@ -162,8 +164,8 @@ void attend_tile(const Unit* queries, long head_stride, const PagedHeads<Unit>& 
             for (int row = 0; row < Rows; ++row)
                 for (const Lanes& sum : sums[row]) {
                     const long dim = first_dim + (&sum - sums[row]) * num_lanes;
-                    store_values(outputs[row] + head * output_stride + dim / values_per_unit<Unit>,
-                                 sum * inverse_sums[head * Rows + row]);
+                    store_factors<Unit>(outputs[row] + head * output_stride + dim / values_per_factor<Unit>,
+                                        sum * inverse_sums[head * Rows + row]);
                 }
         });
 }
@@ -183,10 +185,11 @@ struct Run {
 //   next_run: null after the last.   queries: [num_kv_heads][most_rows][group][head_dim].
 //   outputs: rows of num_heads * head_dim, `output_stride` apart.
 template <class Unit>
-void attend(const KvPool<Unit>& pool, int layer, const Run& run, const Run* next_run, int group, const Unit* queries,
-            int most_rows, const AttentionScratch& scratch, Unit* outputs, long output_stride) {
-    const int head_steps = pool.head_steps(), num_rows = run.num_rows * group;
-    const long head_stride = static_cast<long>(most_rows) * group * head_steps;
+void attend(const KvPool<Unit>& pool, int layer, const Run& run, const Run* next_run, int group,
+            const Factor<Unit>* queries, int most_rows, const AttentionScratch& scratch, Factor<Unit>* outputs,
+            long output_stride) {
+    const int head_factors = pool.head_dim / values_per_factor<Unit>, num_rows = run.num_rows * group;
+    const long head_stride = static_cast<long>(most_rows) * group * head_factors;
     // The tiles of many rows read all pages again, which had then better be few: one head's.
     const int bunch = num_rows > max_tile_rows ? 1 : std::min(max_bunch_rows / num_rows, pool.num_kv_heads);
     for (int first_head = 0; first_head < pool.num_kv_heads; first_head += bunch) {
@@ -200,16 +203,16 @@ void attend(const KvPool<Unit>& pool, int layer, const Run& run, const Run* next
         visit_parts<max_tile_rows>(num_rows, [&](auto rows, int first) {
             constexpr int Rows = decltype(rows)::value;
             int num_visible[Rows];
-            Unit* row_outputs[Rows];
+            Factor<Unit>* row_outputs[Rows];
             for (int row = 0; row < Rows; ++row) {
                 const int token = (first + row) / group, head = first_head * group + (first + row) % group;
                 num_visible[row] = run.first_position + token + 1;
-                row_outputs[row] = outputs + (run.first_row + token) * output_stride + head * head_steps;
+                row_outputs[row] = outputs + (run.first_row + token) * output_stride + head * head_factors;
             }
             const PagedHeads<Unit> heads{&pool, run.block_ids, layer, first_head, next_head - first_head,
                                          pages_for(num_visible[Rows - 1])};
-            attend_tile(queries + first_head * head_stride + (run.first_row * group + first) * head_steps, head_stride,
-                        heads, next, num_visible, scratch, row_outputs, group * head_steps);
+            attend_tile(queries + first_head * head_stride + (run.first_row * group + first) * head_factors, head_stride,
+                        heads, next, num_visible, scratch, row_outputs, group * head_factors);
             next.num_pages = 0;  // fetched by the first tile
         });
     }

@@ -61,11 +61,11 @@ class UnitEngine final : public Engine {
           hidden_stride_(pad_columns(model.hidden_size)),
           qkv_stride_(pad_columns(query_size_ + 2 * kv_size_)),
           gate_up_stride_(pad_columns(2 * model.intermediate_size)) {
-        operands_ = operands_memory_.reserve(block_rows * units(hidden_stride_));
+        operands_ = operands_memory_.reserve(block_rows * factors(hidden_stride_));
         projected_ = projected_memory_.reserve(block_rows * qkv_stride_);
-        queries_ = queries_memory_.reserve(block_rows * units(query_size_));
-        attended_ = attended_memory_.reserve(block_rows * units(query_size_));
-        gated_ = gated_memory_.reserve(block_rows * units(pad_columns(model.intermediate_size)));
+        queries_ = queries_memory_.reserve(block_rows * factors(query_size_));
+        attended_ = attended_memory_.reserve(block_rows * factors(query_size_));
+        gated_ = gated_memory_.reserve(block_rows * factors(pad_columns(model.intermediate_size)));
         rounded_head_ = rounded_head_memory_.reserve(units(model.head_dim));
         const int most_inputs = std::max({model.hidden_size, model.intermediate_size, query_size_});
         unpacked_ = unpacked_memory_.reserve(tile_columns * units(most_inputs));
@@ -74,7 +74,7 @@ class UnitEngine final : public Engine {
         int most_rank = 0;
         for (const TandemAdapterLayer& layer : adapter_layers_)
             most_rank = std::max({most_rank, layer.qkv.rank, layer.output.rank, layer.gate_up.rank, layer.down.rank});
-        shrunk_stride_ = units(pad_columns(most_rank));
+        shrunk_stride_ = factors(pad_columns(most_rank));
         shrunk_ = shrunk_memory_.reserve(block_rows * shrunk_stride_);
         gate_up_ = gate_up_memory_.reserve(block_rows * gate_up_stride_);
     }
@@ -95,6 +95,7 @@ class UnitEngine final : public Engine {
 
   private:
     static constexpr long units(long num_values) { return num_values / values_per_unit<Unit>; }
+    static constexpr long factors(long num_values) { return num_values / values_per_factor<Unit>; }
 
     // Put the tokens' embeddings into the residual stream. Returns the number of tokens.
     int embed(const TandemStep& step) {
@@ -184,9 +185,9 @@ class UnitEngine final : public Engine {
             const int count = static_cast<int>(kept_runs_.size());
             attend_runs(layer, kept_runs_.data(), kept_runs_.data() + count);
             for (int index = 0; index < count; ++index) {
-                std::memmove(attended_ + index * units(query_size_),
-                             attended_ + kept_runs_[index].first_row * units(query_size_),
-                             units(query_size_) * sizeof(Unit));
+                std::memmove(attended_ + index * factors(query_size_),
+                             attended_ + kept_runs_[index].first_row * factors(query_size_),
+                             factors(query_size_) * sizeof(Factor<Unit>));
                 kept_runs_[index].first_row = index;
             }
             add_attended(layer, kept, count, kept_runs_.data(), kept_runs_.data() + count);
@@ -198,10 +199,10 @@ class UnitEngine final : public Engine {
     void project_and_place(int layer, const float* residual, int num_rows, const Run* first_run, const Run* last_run) {
         const TandemLayer& weights = layers_[layer];
         normalise_rows(residual, weights.attention_norm, num_rows);
-        multiply(operands_, units(hidden_stride_), num_rows,
+        multiply(operands_, factors(hidden_stride_), num_rows,
                  matrix(weights.qkv, query_size_ + 2 * kv_size_, model_.hidden_size),
                  StoreSums{projected_, qkv_stride_});
-        add_adapted(layer, &TandemAdapterLayer::qkv, first_run, last_run, operands_, units(hidden_stride_),
+        add_adapted(layer, &TandemAdapterLayer::qkv, first_run, last_run, operands_, factors(hidden_stride_),
                     model_.hidden_size, projected_, qkv_stride_, query_size_ + 2 * kv_size_);
         for (const Run* run = first_run; run != last_run; ++run)
             for (int row = 0; row < run->num_rows; ++row) place_token(layer, *run, row);
@@ -210,28 +211,28 @@ class UnitEngine final : public Engine {
     void attend_runs(int layer, const Run* first_run, const Run* last_run) {
         for (const Run* run = first_run; run != last_run; ++run)
             attend(pool_, layer, *run, run + 1 == last_run ? nullptr : run + 1, group_, queries_, block_rows, scratch_,
-                   attended_, units(query_size_));
+                   attended_, factors(query_size_));
     }
 
     // first_run, last_run: of the rows, one after another.
     void add_attended(int layer, float* residual, int num_rows, const Run* first_run, const Run* last_run) {
-        multiply(attended_, units(query_size_), num_rows,
+        multiply(attended_, factors(query_size_), num_rows,
                  matrix(layers_[layer].output, model_.hidden_size, query_size_), AddSums{residual, hidden_stride_});
-        add_adapted(layer, &TandemAdapterLayer::output, first_run, last_run, attended_, units(query_size_), query_size_,
+        add_adapted(layer, &TandemAdapterLayer::output, first_run, last_run, attended_, factors(query_size_), query_size_,
                     residual, hidden_stride_, model_.hidden_size);
     }
 
     // As above.
     void add_feed_forward(int layer, float* residual, int num_rows, const Run* first_run, const Run* last_run) {
         const TandemLayer& weights = layers_[layer];
-        const long gated_stride = units(pad_columns(model_.intermediate_size));
+        const long gated_stride = factors(pad_columns(model_.intermediate_size));
         normalise_rows(residual, weights.feed_forward_norm, num_rows);
         const PackedMatrix<Unit> gate_up = matrix(weights.gate_up, 2 * model_.intermediate_size, model_.hidden_size);
         if (std::all_of(first_run, last_run, [](const Run& run) { return run.adapter < 0; })) {
-            multiply(operands_, units(hidden_stride_), num_rows, gate_up, StoreSwiglu<Unit>{gated_, gated_stride});
+            multiply(operands_, factors(hidden_stride_), num_rows, gate_up, StoreSwiglu<Unit>{gated_, gated_stride});
         } else {
-            multiply(operands_, units(hidden_stride_), num_rows, gate_up, StoreSums{gate_up_, gate_up_stride_});
-            add_adapted(layer, &TandemAdapterLayer::gate_up, first_run, last_run, operands_, units(hidden_stride_),
+            multiply(operands_, factors(hidden_stride_), num_rows, gate_up, StoreSums{gate_up_, gate_up_stride_});
+            add_adapted(layer, &TandemAdapterLayer::gate_up, first_run, last_run, operands_, factors(hidden_stride_),
                         model_.hidden_size, gate_up_, gate_up_stride_, 2 * model_.intermediate_size);
             for (int row = 0; row < num_rows; ++row) gate(gate_up_ + row * gate_up_stride_, gated_ + row * gated_stride);
         }
@@ -243,14 +244,15 @@ class UnitEngine final : public Engine {
     }
 
     // What StoreSwiglu does, of a row of sums that lie in memory.
-    void gate(const float* gate_up, Unit* gated) const {
+    void gate(const float* gate_up, Factor<Unit>* gated) const {
         for (int index = 0; index < model_.intermediate_size; index += num_lanes)
-            store_values(gated + units(index), swiglu(load(gate_up + 2 * index), load(gate_up + 2 * index + num_lanes)));
+            store_factors<Unit>(gated + factors(index),
+                                swiglu(load(gate_up + 2 * index), load(gate_up + 2 * index + num_lanes)));
     }
 
     // Add to a projection of `inputs` what the runs' adapters make of them. Neighbours with one adapter share its products.
     void add_adapted(int layer, TandemLowRank TandemAdapterLayer::*projection, const Run* first_run,
-                     const Run* last_run, const Unit* inputs, long input_stride, int num_inputs, float* outputs,
+                     const Run* last_run, const Factor<Unit>* inputs, long input_stride, int num_inputs, float* outputs,
                      long output_stride, int num_outputs) {
         for (const Run* run = first_run; run != last_run;) {
             const int adapter = run->adapter, first_row = run->first_row;
@@ -260,7 +262,7 @@ class UnitEngine final : public Engine {
             const TandemLowRank& pair = adapter_layers_[static_cast<long>(adapter) * model_.num_layers + layer].*projection;
             if (pair.rank == 0) continue;
             multiply(inputs + first_row * input_stride, input_stride, num_rows,
-                     matrix(pair.shrink, pair.rank, num_inputs), StoreOperands<Unit>{shrunk_, shrunk_stride_});
+                     matrix(pair.shrink, pair.rank, num_inputs), StoreFactors<Unit>{shrunk_, shrunk_stride_});
             multiply(shrunk_, shrunk_stride_, num_rows, matrix(pair.expand, num_outputs, pair.rank),
                      AddSums{outputs + first_row * output_stride, output_stride});
         }
@@ -277,7 +279,7 @@ class UnitEngine final : public Engine {
         for (int head = 0; head < model_.num_heads; ++head) {
             place_head(projected + head * head_dim, weights.query_norm, position);
             const long query_row = (static_cast<long>(head / group_) * block_rows + block_row) * group_ + head % group_;
-            round_head(projected + head * head_dim, queries_ + query_row * head_steps);
+            round_query(projected + head * head_dim, queries_ + query_row * factors(head_dim));
         }
         const int block = run.block_ids[position / page_tokens], slot = position % page_tokens;
         for (int kv_head = 0; kv_head < model_.num_kv_heads; ++kv_head) {
@@ -293,9 +295,14 @@ class UnitEngine final : public Engine {
     // Normalise a query or key head where the family does (arXiv:2302.05442), and rotate it.
     void place_head(float* head, const float* norm, int position) const {
         const int head_dim = model_.head_dim;
-        if (norm) normalise(head, norm, head_dim, model_.rms_norm_eps, head);
+        if (norm) normalise<float>(head, norm, head_dim, model_.rms_norm_eps, head);
         const long first_angle = static_cast<long>(position) * (head_dim / 2);
         rotate(head, model_.cosines + first_angle, model_.sines + first_angle, head_dim);
+    }
+
+    void round_query(const float* head, Factor<Unit>* output) const {
+        for (int dim = 0; dim < model_.head_dim; dim += num_lanes)
+            store_factors<Unit>(output + factors(dim), load(head + dim));
     }
 
     void round_head(const float* head, Unit* output) const {
@@ -304,8 +311,8 @@ class UnitEngine final : public Engine {
 
     void normalise_rows(const float* residual, const float* scale, int num_rows) {
         for (int row = 0; row < num_rows; ++row)
-            normalise(residual + row * hidden_stride_, scale, model_.hidden_size, model_.rms_norm_eps,
-                      operands_ + row * units(hidden_stride_));
+            normalise<Unit>(residual + row * hidden_stride_, scale, model_.hidden_size, model_.rms_norm_eps,
+                      operands_ + row * factors(hidden_stride_));
     }
 
     // A row that is finite comes to finite logits: it is normalised before the last product.
@@ -326,10 +333,10 @@ class UnitEngine final : public Engine {
                 continue;
             }
             for (int row = 0; row < num_rows; ++row)
-                normalise(residual_ + kept_rows_[first + row] * hidden_stride_, model_.final_norm,
-                          model_.hidden_size, model_.rms_norm_eps, operands_ + row * units(hidden_stride_));
+                normalise<Unit>(residual_ + kept_rows_[first + row] * hidden_stride_, model_.final_norm,
+                          model_.hidden_size, model_.rms_norm_eps, operands_ + row * factors(hidden_stride_));
             float* logits = step.logits + first * logits_stride;
-            multiply(operands_, units(hidden_stride_), num_rows, head, StoreSums{logits, logits_stride});
+            multiply(operands_, factors(hidden_stride_), num_rows, head, StoreSums{logits, logits_stride});
             for (int row = 0; row < num_rows; ++row)
                 step.greedy_ids[first + row] = greedy_choice(logits + row * logits_stride, model_.vocab_size);
         }
@@ -349,11 +356,12 @@ class UnitEngine final : public Engine {
     std::vector<int> kept_rows_;   // after it: where in the residual stream each logit row's token stands
     AttentionScratch scratch_ = {};
     float *residual_, *projected_, *gate_up_ = nullptr;
-    Unit *operands_, *queries_, *attended_, *gated_, *rounded_head_, *unpacked_, *embedded_, *shrunk_ = nullptr;
+    Factor<Unit> *operands_, *queries_, *attended_, *gated_, *shrunk_ = nullptr;
+    Unit *rounded_head_, *unpacked_, *embedded_;
     Buffer<float> residual_memory_, projected_memory_, scores_memory_, probabilities_memory_, gate_up_memory_;
     Buffer<Lanes> sums_memory_;
-    Buffer<Unit> operands_memory_, queries_memory_, attended_memory_, gated_memory_, rounded_head_memory_,
-        unpacked_memory_, embedded_memory_, shrunk_memory_;
+    Buffer<Factor<Unit>> operands_memory_, queries_memory_, attended_memory_, gated_memory_, shrunk_memory_;
+    Buffer<Unit> rounded_head_memory_, unpacked_memory_, embedded_memory_;
 };
 
 }  // namespace tandem

@@ -64,19 +64,19 @@ struct StoreSums {
     }
 };
 
-// Rounded to the dtype of what is multiplied next.
+// As the left side of the next product.
 template <class Unit>
-struct StoreOperands {
-    Unit* output;
-    long stride;  // units between rows
+struct StoreFactors {
+    Factor<Unit>* output;
+    long stride;  // factors between rows
 
     template <int Rows, int Columns>
     TANDEM_INLINE void operator()(Tile<Rows, Columns>& sums, int first_row, int first_column) const {
         for (int row = 0; row < Rows; ++row)
             for (int column = 0; column < Columns; ++column)
-                store_values(output + (first_row + row) * stride +
-                                 (first_column + column * num_lanes) / values_per_unit<Unit>,
-                             sums[row][column]);
+                store_factors<Unit>(output + (first_row + row) * stride +
+                                        (first_column + column * num_lanes) / values_per_factor<Unit>,
+                                    sums[row][column]);
     }
 };
 
@@ -102,8 +102,8 @@ TANDEM_INLINE Lanes swiglu(Lanes gate, Lanes up) {
 // `swiglu` where the matrix holds sixteen gate outputs before sixteen up outputs, and so on.
 template <class Unit>
 struct StoreSwiglu {
-    Unit* output;
-    long stride;  // units between rows
+    Factor<Unit>* output;
+    long stride;  // factors between rows
 
     template <int Rows, int Columns>
     TANDEM_INLINE void operator()(Tile<Rows, Columns>& sums, int first_row, int first_column) const {
@@ -111,8 +111,8 @@ struct StoreSwiglu {
         for (int row = 0; row < Rows; ++row)
             for (int column = 0; column < Columns; column += 2) {
                 const int first_value = (first_column + column * num_lanes) / 2;
-                store_values(output + (first_row + row) * stride + first_value / values_per_unit<Unit>,
-                             swiglu(sums[row][column], sums[row][column + 1]));
+                store_factors<Unit>(output + (first_row + row) * stride + first_value / values_per_factor<Unit>,
+                                    swiglu(sums[row][column], sums[row][column + 1]));
             }
     }
 };
@@ -142,11 +142,11 @@ struct FetchAhead {
 
 // So many rows, at most, are multiplied by blocks that are unpacked on the way: in 0.84 to 0.98 of the time that it takes by
 // way of memory. 10 and 12 rows leave too few registers: 1.07 and 1.14 (bench/results/2026-11-30-engine.md).
-constexpr int max_block_rows = 8;
+constexpr int max_block_rows = TANDEM_AVX512 ? 8 : 2;
 
 // All outputs of a few rows, which share one high tile: a panel's products hide the wait for the next.
 template <class Unit, int Rows, class Finish>
-void multiply_few(const Unit* left, long left_stride, const PackedMatrix<Unit>& matrix, Finish finish) {
+void multiply_few(const Factor<Unit>* left, long left_stride, const PackedMatrix<Unit>& matrix, Finish finish) {
     constexpr int ahead = Rows >= least_rows_ahead ? bytes_ahead : 0;
     for (int panel = 0; panel < matrix.num_panels; ++panel) {
         const long first_step = static_cast<long>(panel) * matrix.num_steps;
@@ -159,7 +159,7 @@ void multiply_few(const Unit* left, long left_stride, const PackedMatrix<Unit>& 
             for (int step = 0; step < matrix.num_steps; step += part_steps) {
                 const Unit* right[panel_vectors];
                 find_columns(matrix.steps(first_step + step, part_steps), part_steps, right);
-                accumulate(sums, left + step, left_stride, right, panel_columns, part_steps,
+                accumulate(sums, left + step * factors_per_unit<Unit>, left_stride, right, panel_columns, part_steps,
                            FetchAhead<Unit, ahead>{right[0]});
             }
         }
@@ -172,7 +172,7 @@ constexpr int max_several_rows = 3 * max_high_tile_rows;
 
 // All outputs of rows that a few high tiles hold, from floats. The first tile's products hide the wait for what is next.
 template <class Unit, class Finish>
-void multiply_several(const Unit* left, long left_stride, int num_rows, const PackedMatrix<Unit>& matrix,
+void multiply_several(const Factor<Unit>* left, long left_stride, int num_rows, const PackedMatrix<Unit>& matrix,
                       Finish finish) {
     for (int panel = 0; panel < matrix.num_panels; ++panel) {
         const Unit* right[panel_vectors];
@@ -180,7 +180,7 @@ void multiply_several(const Unit* left, long left_stride, int num_rows, const Pa
                      right);
         visit_parts<max_high_tile_rows>(num_rows, [&](auto rows, int first_row) TANDEM_INLINE_LAMBDA {
             Tile<decltype(rows)::value, panel_vectors> sums = {};
-            const Unit* part = left + first_row * left_stride;
+            const Factor<Unit>* part = left + first_row * left_stride;
             if (first_row == 0)
                 accumulate(sums, part, left_stride, right, panel_columns, matrix.num_steps,
                            FetchAhead<Unit, bytes_ahead>{right[0]});
@@ -191,12 +191,12 @@ void multiply_several(const Unit* left, long left_stride, int num_rows, const Pa
     }
 }
 
-// Hand all outputs of `num_rows` rows to `finish`. left: rows `left_stride` units apart, in cache as far as possible.
+// Hand all outputs of `num_rows` rows to `finish`. left: rows `left_stride` factors apart, in cache as far as possible.
 //
 // Weights come from memory as one plain stream, which the processor fetches ahead by itself. More rows than a few high tiles
 // hold share wide tiles, which ask less of the cache that the panels are in.
 template <class Unit, class Finish>
-void multiply(const Unit* left, long left_stride, int num_rows, const PackedMatrix<Unit>& matrix, Finish finish) {
+void multiply(const Factor<Unit>* left, long left_stride, int num_rows, const PackedMatrix<Unit>& matrix, Finish finish) {
     if (num_rows <= max_high_tile_rows) {
         with_constant<1, max_high_tile_rows>(num_rows, [=](auto rows) {
             multiply_few<Unit, decltype(rows)::value>(left, left_stride, matrix, finish);

@@ -112,16 +112,20 @@ __attribute__((noinline)) void unpack_blocks(TandemStorage storage, const char* 
 
 // `accumulate` (tile.h) of a panel's blocks, which are unpacked on the way and need no memory for it.
 template <class Unit, int Rows>
-TANDEM_INLINE void accumulate_blocks(Tile<Rows, panel_vectors>& tile, const Unit* left, long left_stride,
+TANDEM_INLINE void accumulate_blocks(Tile<Rows, panel_vectors>& tile, const Factor<Unit>* left, long left_stride,
                                      TandemStorage storage, const char* block, long num_blocks) {
     for (long index = 0; index < num_blocks; ++index) {
         visit_block<Unit>(storage, block, [&](int step, int vector, auto lanes) TANDEM_INLINE_LAMBDA {
+            const Factor<Unit>* factors = left + step * factors_per_unit<Unit>;
+#pragma GCC unroll 2
+            for (int index = 0; index < factors_per_unit<Unit>; ++index)
 #pragma GCC unroll 12
-            for (int row = 0; row < Rows; ++row)
-                tile[row][vector] = multiply_add(broadcast(left[row * left_stride + step]), lanes, tile[row][vector]);
+                for (int row = 0; row < Rows; ++row)
+                    tile[row][vector] = multiply_add(broadcast(factors[row * left_stride + index]),
+                                                     column_values(lanes, index), tile[row][vector]);
         });
         block += packed_block_bytes(storage);
-        left += block_steps<Unit>;
+        left += block_steps<Unit> * factors_per_unit<Unit>;
     }
 }
 

@@ -7,10 +7,10 @@
 
 namespace tandem {
 
-// row / sqrt(mean of squares + epsilon) * scale, rounded to units. size: a multiple of 16.
+// row / sqrt(mean of squares + epsilon) * scale, rounded to factors. size: a multiple of 16.
 // Source: RMSNorm, arXiv:1910.07467.
 template <class Unit>
-void normalise(const float* row, const float* scale, int size, float epsilon, Unit* output) {
+void normalise(const float* row, const float* scale, int size, float epsilon, Factor<Unit>* output) {
     Lanes squares = {};
     for (int index = 0; index < size; index += num_lanes) {
         const Lanes values = load(row + index);
@@ -18,7 +18,8 @@ void normalise(const float* row, const float* scale, int size, float epsilon, Un
     }
     const float inverse = 1.0f / std::sqrt(sum_of(squares) / static_cast<float>(size) + epsilon);
     for (int index = 0; index < size; index += num_lanes)
-        store_values(output + index / values_per_unit<Unit>, load(row + index) * inverse * load(scale + index));
+        store_factors<Unit>(output + index / values_per_factor<Unit>,
+                            load(row + index) * inverse * load(scale + index));
 }
 
 // Rotate a head in place by its position's angles, whose cosines and sines are given, head_dim / 2 each.

@@ -12,11 +12,13 @@
 namespace tandem {
 
 // As many accumulators as the registers hold beside one factor and a row of columns: wide tiles of few rows, or high
-// ones of two columns.
+// ones of two columns. Registers of eight lanes hold two rows of a tile or four of one column: its columns come in turn.
 #if TANDEM_AVX512
 constexpr int max_tile_rows = 6, tile_vectors = 4, max_high_tile_rows = 12;
+constexpr bool holds_columns(int, int) { return true; }
 #else
-constexpr int max_tile_rows = 3, tile_vectors = 2, max_high_tile_rows = 3;
+constexpr int max_tile_rows = 4, tile_vectors = 2, max_high_tile_rows = 4;
+constexpr bool holds_columns(int num_rows, int num_columns) { return num_columns == 1 || num_rows <= 2; }
 #endif
 
 // A panel is what a high tile takes of a weight matrix.
@@ -34,23 +36,49 @@ TANDEM_INLINE void copy_tile(const Tile<Rows, Columns>& from, Tile<Rows, Columns
         for (int column = 0; column < Columns; ++column) to[row][column] = from[row][column];
 }
 
-// tile[row][column] += sum over steps of left[row][step] * right[column][step].
-//   left: rows `left_stride` units apart.   right[column]: sixteen units per step, steps `right_stride` units apart.
-//   fetch(step): asks, before a step, for memory that is needed later.
-template <class Unit, int Rows, int Columns, class Fetch>
-TANDEM_INLINE void accumulate(Tile<Rows, Columns>& tile, const Unit* left, long left_stride,
-                              const Unit* const (&right)[Columns], long right_stride, int num_steps, Fetch&& fetch) {
-    for (int step = 0; step < num_steps; ++step) {
-        fetch(step);
-        decltype(load(right[0])) columns[Columns];
-#pragma GCC unroll 4
-        for (int column = 0; column < Columns; ++column) columns[column] = load(right[column] + step * right_stride);
+// Compilers that load all rows' factors first have no registers left for sums.
+TANDEM_INLINE void keep_loads_here() { asm volatile("" ::: "memory"); }
+
+// One step of `accumulate`, whose columns' units are loaded.
+template <class Unit, int Rows, int Columns, class Units>
+TANDEM_INLINE void multiply_step(Tile<Rows, Columns>& tile, const Factor<Unit>* left, long left_stride, int step,
+                                 const Units (&columns)[Columns]) {
+#pragma GCC unroll 2
+    for (int index = 0; index < factors_per_unit<Unit>; ++index)
 #pragma GCC unroll 12
         for (int row = 0; row < Rows; ++row) {
-            const auto factor = broadcast(left[row * left_stride + step]);
+            if constexpr (!TANDEM_AVX512 && Columns == 1) keep_loads_here();
+            const auto factor = broadcast(left[row * left_stride + step * factors_per_unit<Unit> + index]);
 #pragma GCC unroll 4
             for (int column = 0; column < Columns; ++column)
-                tile[row][column] = multiply_add(factor, columns[column], tile[row][column]);
+                tile[row][column] = multiply_add(factor, column_values(columns[column], index), tile[row][column]);
+        }
+}
+
+// tile[row][column] += sum over steps of left[row][step] * right[column][step].
+//   left: rows `left_stride` factors apart.   right[column]: sixteen units per step, steps `right_stride` units apart.
+//   fetch(step): asks, before a step, for memory that is needed later.
+template <class Unit, int Rows, int Columns, class Fetch>
+TANDEM_INLINE void accumulate(Tile<Rows, Columns>& tile, const Factor<Unit>* left, long left_stride,
+                              const Unit* const (&right)[Columns], long right_stride, int num_steps, Fetch&& fetch) {
+    if constexpr (holds_columns(Rows, Columns)) {
+        for (int step = 0; step < num_steps; ++step) {
+            fetch(step);
+            decltype(load(right[0])) columns[Columns];
+#pragma GCC unroll 4
+            for (int column = 0; column < Columns; ++column) columns[column] = load(right[column] + step * right_stride);
+            multiply_step<Unit>(tile, left, left_stride, step, columns);
+        }
+    } else {
+#pragma GCC unroll 4
+        for (int column = 0; column < Columns; ++column) {
+            Tile<Rows, 1> part;
+            for (int row = 0; row < Rows; ++row) part[row][0] = tile[row][column];
+            const Unit* const one[] = {right[column]};
+            accumulate(part, left, left_stride, one, right_stride, num_steps, [&](int step) TANDEM_INLINE_LAMBDA {
+                if (column == 0) fetch(step);
+            });
+            for (int row = 0; row < Rows; ++row) tile[row][column] = part[row][0];
         }
     }
 }

@@ -9,6 +9,35 @@ using namespace tandem;
 
 namespace {
 
+// Units as the left side of a product has them in memory, and back.
+template <class Unit>
+std::vector<Factor<Unit>> to_factors(const void* units, long num_units) {
+    std::vector<Factor<Unit>> factors(num_units * factors_per_unit<Unit>);
+    if constexpr (factors_per_unit<Unit> == 1) {
+        std::memcpy(factors.data(), units, num_units * sizeof(Unit));
+    } else {
+        const auto* halves = static_cast<const std::uint16_t*>(units);
+        for (std::size_t index = 0; index < factors.size(); ++index) {
+            const std::uint32_t bits = static_cast<std::uint32_t>(halves[index]) << 16;
+            std::memcpy(&factors[index], &bits, sizeof bits);
+        }
+    }
+    return factors;
+}
+template <class Unit>
+void to_units(const std::vector<Factor<Unit>>& factors, void* units) {
+    if constexpr (factors_per_unit<Unit> == 1) {
+        std::memcpy(units, factors.data(), factors.size() * sizeof(Unit));
+    } else {
+        auto* halves = static_cast<std::uint16_t*>(units);
+        for (std::size_t index = 0; index < factors.size(); ++index) {
+            std::uint32_t bits;
+            std::memcpy(&bits, &factors[index], sizeof bits);
+            halves[index] = static_cast<std::uint16_t>(bits >> 16);
+        }
+    }
+}
+
 template <class Unit>
 struct Kernels {
     static long scratch_units(int num_inputs) { return static_cast<long>(tile_columns) * num_inputs; }
@@ -25,25 +54,37 @@ struct Kernels {
                                 float* output, int adds) {
         std::vector<Unit> scratch(scratch_units(num_inputs));
         const PackedMatrix<Unit> matrix(packed, num_outputs, num_inputs, scratch.data());
-        const auto* rows = static_cast<const Unit*>(left);
-        const long stride = pad_columns(num_outputs);
+        const auto rows = to_factors<Unit>(left, static_cast<long>(num_rows) * matrix.num_steps);
+        const long left_stride = matrix.num_steps * factors_per_unit<Unit>, stride = pad_columns(num_outputs);
         if (adds)
-            multiply(rows, matrix.num_steps, num_rows, matrix, AddSums{output, stride});
+            multiply(rows.data(), left_stride, num_rows, matrix, AddSums{output, stride});
         else
-            multiply(rows, matrix.num_steps, num_rows, matrix, StoreSums{output, stride});
+            multiply(rows.data(), left_stride, num_rows, matrix, StoreSums{output, stride});
     }
 
     static void multiply_swiglu(const void* left, int num_rows, TandemMatrix packed, int num_outputs, int num_inputs,
                                 void* output) {
         std::vector<Unit> scratch(scratch_units(num_inputs));
         const PackedMatrix<Unit> matrix(packed, 2 * num_outputs, num_inputs, scratch.data());
-        const long stride = pad_columns(num_outputs) / values_per_unit<Unit>;
-        multiply(static_cast<const Unit*>(left), matrix.num_steps, num_rows, matrix,
-                 StoreSwiglu<Unit>{static_cast<Unit*>(output), stride});
+        const auto rows = to_factors<Unit>(left, static_cast<long>(num_rows) * matrix.num_steps);
+        const long stride = pad_columns(num_outputs) / values_per_factor<Unit>;
+        std::vector<Factor<Unit>> gated(num_rows * stride);
+        multiply(rows.data(), matrix.num_steps * factors_per_unit<Unit>, num_rows, matrix,
+                 StoreSwiglu<Unit>{gated.data(), stride});
+        to_units<Unit>(gated, output);
     }
 
     static float soften_row(const float* scores, int num_visible, int num_pages, float scale, void* weights) {
-        return soften(scores, num_visible, num_pages, scale, static_cast<Unit*>(weights));
+        std::vector<Factor<Unit>> factors(num_pages * page_tokens / values_per_factor<Unit>);
+        const float inverse = soften<Unit>(scores, num_visible, num_pages, scale, factors.data());
+        to_units<Unit>(factors, weights);
+        return inverse;
+    }
+
+    static void normalise_row(const float* row, const float* scale, int size, float epsilon, void* output) {
+        std::vector<Factor<Unit>> factors(size / values_per_factor<Unit>);
+        normalise<Unit>(row, scale, size, epsilon, factors.data());
+        to_units<Unit>(factors, output);
     }
 
     // keys, values: [num_tokens, num_kv_heads, head_dim] units, put into the pool's blocks of layer 1 of 2.
@@ -69,9 +110,12 @@ struct Kernels {
         std::vector<float> scores(max_bunch_rows * stride), probabilities(scores);
         std::vector<Lanes> sums(max_bunch_rows * head_dim / num_lanes);
         const AttentionScratch scratch{scores.data(), probabilities.data(), sums.data(), stride};
-        attend(pool, 1, Run{0, num_rows, num_tokens - num_rows, block_ids}, nullptr, group,
-               static_cast<const Unit*>(queries), num_rows, scratch, static_cast<Unit*>(outputs),
-               num_kv_heads * group * pool.head_steps());
+        const long row_units = static_cast<long>(num_kv_heads) * group * pool.head_steps();
+        const auto rotated = to_factors<Unit>(queries, num_rows * row_units);
+        std::vector<Factor<Unit>> attended(rotated.size());
+        attend(pool, 1, Run{0, num_rows, num_tokens - num_rows, block_ids}, nullptr, group, rotated.data(), num_rows,
+               scratch, attended.data(), row_units * factors_per_unit<Unit>);
+        to_units<Unit>(attended, outputs);
     }
 };
 
@@ -117,10 +161,7 @@ void under_test_attend(int is_bfloat16, void* pool, int num_kv_heads, int head_d
 
 void under_test_normalise(int is_bfloat16, const float* row, const float* scale, int size, float epsilon,
                           void* output) {
-    if (is_bfloat16)
-        normalise(row, scale, size, epsilon, static_cast<Pair*>(output));
-    else
-        normalise(row, scale, size, epsilon, static_cast<float*>(output));
+    (is_bfloat16 ? Kernels<Pair>::normalise_row : Kernels<float>::normalise_row)(row, scale, size, epsilon, output);
 }
 
 void under_test_rotate(float* head, const float* cosine, const float* sine, int head_dim) {

@@ -1,0 +1,23 @@
+// What the kernels compute with: units of 4 bytes, sixteen of them at a time.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#define TANDEM_INLINE_LAMBDA __attribute__((always_inline))
+#define TANDEM_INLINE inline TANDEM_INLINE_LAMBDA
+
+namespace tandem {
+
+constexpr int num_lanes = 16;
+
+// A unit is what one step of a product takes from each row: one float32, or two neighbouring bfloat16 values (the
+// first in the low half). Every operand lies in memory as units, so that one kernel serves both dtypes.
+using Pair = std::uint32_t;
+
+template <class Unit>
+constexpr int values_per_unit = 1;
+template <>
+constexpr int values_per_unit<Pair> = 2;
+
+}  // namespace tandem
