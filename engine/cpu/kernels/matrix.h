@@ -127,7 +127,7 @@ TANDEM_INLINE void find_columns(const Unit* panels, int num_steps, const Unit* (
 
 // From so many rows on, a step of a panel computes for longer than the processor looks ahead in a stream: asked for so
 // far ahead, weights come in 0.9 of the time; with fewer rows in up to 1.3 times (bench/results/2026-11-30-engine.md).
-constexpr int least_rows_ahead = 7, bytes_ahead = 8192;
+constexpr int least_rows_ahead = TANDEM_AVX512 ? 7 : 3, bytes_ahead = 8192;
 static_assert(panel_columns * sizeof(Pair) == 2 * line_bytes, "prefetch_ahead asks for what one step takes");
 
 // Asks for what lies `Ahead` bytes behind a panel's step; 0: for nothing.
@@ -168,7 +168,7 @@ void multiply_few(const Factor<Unit>* left, long left_stride, const PackedMatrix
 }
 
 // 0.91 of the time of wide tiles with 16 rows, 0.97 with 32 (same file).
-constexpr int max_several_rows = 3 * max_high_tile_rows;
+constexpr int max_several_rows = (TANDEM_AVX512 ? 3 : 12) * max_high_tile_rows;
 
 // All outputs of rows that a few high tiles hold, from floats. The first tile's products hide the wait for what is next.
 template <class Unit, class Finish>

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.cpu.build import FOR_THIS_MACHINE, PORTABLE, find_compiler
+from engine.cpu.build import find_compiler
 from engine.cpu.runner import CpuModelRunner
-from tests.engine.cpu.kernels import Kernels
+from tests.engine.cpu.kernels import TARGETS, Kernels
 
 NUM_BLOCKS = 512
 
@@ -16,16 +16,9 @@ if find_compiler() is None:
     collect_ignore = ["test_kernels.py", "test_exactness.py", "test_fork_steps.py", "test_build.py"]
 
 
-WITHOUT_BFLOAT16 = (*FOR_THIS_MACHINE, "-mno-avx512bf16")
-
-
-@pytest.fixture(
-    scope="session",
-    params=[FOR_THIS_MACHINE, WITHOUT_BFLOAT16, PORTABLE],
-    ids=["native", "without-bfloat16", "portable"],
-)
+@pytest.fixture(scope="session", params=TARGETS.values(), ids=TARGETS.keys())
 def kernels(request: pytest.FixtureRequest) -> Kernels:
-    """Single kernels, compiled for this machine, without its bfloat16 instructions, and without any."""
+    """Single kernels, compiled for this machine, and as lesser ones would compute them."""
     return Kernels(request.param)
 
 

@@ -9,7 +9,7 @@ from typing import Final
 
 import torch
 
-from engine.cpu.build import build_library
+from engine.cpu.build import FOR_THIS_MACHINE, PORTABLE, build_library, cpu_features
 from engine.cpu.library import STORAGES
 from engine.cpu.memory import HugeMemory
 from engine.cpu.packing import PackedMatrix, interleave_halves, pack_matrix, pad_columns
@@ -17,6 +17,21 @@ from engine.quantisation import Matrix
 
 SOURCE: Final = Path(__file__).parent / "kernels_under_test.cpp"
 PAGE_TOKENS: Final = 16
+
+
+def _lesser_targets() -> dict[str, tuple[str, ...]]:
+    """Flags of each numeric class that this machine can compute, its own left out."""
+    features = cpu_features().split()
+    targets = {}
+    if "avx512_bf16" in features:
+        targets["without-bfloat16"] = (*FOR_THIS_MACHINE, "-mno-avx512bf16")
+    if "avx512bw" in features:
+        targets["avx2"] = ("-march=x86-64-v3",)
+    return targets | {"portable": PORTABLE}
+
+
+LESSER_TARGETS: Final = _lesser_targets()
+TARGETS: Final = {"native": FOR_THIS_MACHINE} | LESSER_TARGETS
 
 
 def units(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -17,12 +17,13 @@ import torch
 
 from core.errors import BadRequest, InvariantBroken
 from core.request import SamplingParams
-from engine.cpu.build import PORTABLE, build_library
+from engine.cpu.build import build_library
 from engine.cpu.library import KernelLibrary
 from engine.cpu.runner import CpuModelRunner
 from engine.model_config import ModelConfig
 from engine.step import SampleSpec, ScoreSpec, SequenceSlice, StepPlan
 from engine.weights import load_weights
+from tests.engine.cpu.kernels import LESSER_TARGETS
 from tests.engine.golden import golden_cases
 from tests.engine.invariance import assert_batches_agree, assert_chunks_agree, forced_prompts
 from tests.engine.random_models import CASES, VOCAB_SIZE, Case, greedy_reference, random_model, save
@@ -76,13 +77,15 @@ def test_default_model_does_not_change_a_bit(default_cpu_runner: CpuModelRunner)
     assert_batches_agree(default_cpu_runner, (1, 2, 16, 17, 64, 97, 129, 200))
 
 
-def test_portable_kernels_do_not_change_a_bit(tiny_folder: Path) -> None:
-    library = KernelLibrary(build_library(target_flags=PORTABLE))
+@pytest.mark.parametrize("target", LESSER_TARGETS)
+def test_kernels_of_lesser_machines_do_not_change_a_bit(target: str, tiny_folder: Path) -> None:
+    library = KernelLibrary(build_library(target_flags=LESSER_TARGETS[target]))
+    assert library.instruction_set == {"without-bfloat16": "avx512"}.get(target, target)
     config = ModelConfig.load(tiny_folder)
     for dtype in ("float32", "bfloat16"):
         weights = load_weights(tiny_folder, config, getattr(torch, dtype))
         runner = CpuModelRunner(config, weights, dtype, 512, 16, library)
-        assert runner.numeric_class == f"cpu-portable-{dtype}"
+        assert runner.numeric_class == f"cpu-{library.instruction_set}-{dtype}"
         assert_chunks_agree(runner, (3, 170), CHUNKS)
         assert_batches_agree(runner, LENGTHS)
 

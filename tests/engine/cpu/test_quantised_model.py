@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.cpu.build import FOR_THIS_MACHINE, PORTABLE, build_library
+from engine.cpu.build import build_library
 from engine.cpu.library import KernelLibrary
 from engine.cpu.packing import pack_weights
 from engine.cpu.runner import CpuModelRunner
@@ -18,6 +18,7 @@ from engine.model_config import ModelConfig
 from engine.quantisation import QuantisedMatrix
 from engine.weights import StoredWeights, load_stored_weights, load_weights
 from tests.engine.blocks import KINDS, gguf_type
+from tests.engine.cpu.kernels import TARGETS
 from tests.engine.gguf_files import TOKENS, model_fields, tokenizer_fields, write_gguf
 from tests.engine.invariance import assert_batches_agree, assert_chunks_agree, forced_prompts
 from tests.engine.random_adapters import write_adapter
@@ -71,7 +72,7 @@ def _assert_same(folder: Path, dtype: str, library: KernelLibrary) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("target", [FOR_THIS_MACHINE, PORTABLE], ids=["native", "portable"])
+@pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS.keys())
 def test_logits_and_kv_are_those_of_floats(folder: Path, dtype: str, target: tuple[str, ...]) -> None:
     _assert_same(folder, dtype, KernelLibrary(build_library(target_flags=target)))
 
