@@ -15,7 +15,7 @@ LEFT_OUT = ("prose_1024",)  # 1,500 tokens of the same kind are here
 CHUNKED_PROMPT = 512  # tokens: some of each kind of chunk
 CHUNKED_TOKENS = 8  # after the prompt, chunked and whole runs read the same KV: test_invariance holds the rest
 BFLOAT16_TOKENS = 16
-# Logits. Where the best two tokens are closer, bfloat16 weights may swap them: 0.079 seen where torch has no instructions for it.
+# Logits. Where the best two tokens are closer, bfloat16 weights may swap them: 0.079 seen without AVX-512.
 BFLOAT16_GAP = 0.1
 
 
