@@ -61,6 +61,18 @@ TANDEM_INLINE LaneHalves round_to_bfloat16(Lanes lanes) {
 #endif
 }
 
+// Two times sixteen neighbouring values, rounded.
+TANDEM_INLINE LaneBits round_to_pairs(Lanes first, Lanes second) {
+#if TANDEM_PAIR_PRODUCTS
+    return (LaneBits)_mm512_cvtne2ps_pbh(second, first);
+#else
+    LaneBits pairs;
+    store(reinterpret_cast<std::uint16_t*>(&pairs), round_to_bfloat16(first));
+    store(reinterpret_cast<std::uint16_t*>(&pairs) + num_lanes, round_to_bfloat16(second));
+    return pairs;
+#endif
+}
+
 // Sixteen small integers as floats: 8 bits with sign, and the lowest 4 bits of each lane.
 TANDEM_INLINE Lanes load_int8(const std::int8_t* from) {
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));

@@ -140,13 +140,35 @@ TANDEM_INLINE Lanes minimum(const Lanes& one, const Lanes& other) {
     });
 }
 
-// Round to bfloat16, ties to even.
-TANDEM_INLINE LaneHalves round_to_bfloat16(const Lanes& lanes) {
+// Rounded to bfloat16, ties to even, with rubbish in the lower halves.
+TANDEM_INLINE LaneBits round_upper_halves(const Lanes& lanes) {
     const LaneBits bits = as_bits(lanes);
-    return converted<LaneHalves>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16,
-                                 [](LaneBits::Part part) TANDEM_INLINE_LAMBDA {
-                                     return __builtin_convertvector(part, LaneHalves::Part);
-                                 });
+    return bits + 0x7fffu + ((bits >> 16) & 1u);
+}
+TANDEM_INLINE LaneHalves round_to_bfloat16(const Lanes& lanes) {
+    return converted<LaneHalves>(round_upper_halves(lanes) >> 16, [](LaneBits::Part part) TANDEM_INLINE_LAMBDA {
+        return __builtin_convertvector(part, LaneHalves::Part);
+    });
+}
+
+// Two times sixteen neighbouring values, rounded.
+TANDEM_INLINE LaneBits round_to_pairs(const Lanes& first, const Lanes& second) {
+#if TANDEM_AVX2
+    LaneBits pairs;
+    const auto round_to_part = [](const Lanes& lanes) TANDEM_INLINE_LAMBDA {
+        const LaneBits halves = round_upper_halves(lanes) >> 16;
+        const __m256i packed = _mm256_packus_epi32((__m256i)halves.parts[0], (__m256i)halves.parts[1]);
+        return (LaneBits::Part)_mm256_permute4x64_epi64(packed, 0xd8);  // packed within each half of the register
+    };
+    pairs.parts[0] = round_to_part(first);
+    pairs.parts[1] = round_to_part(second);
+    return pairs;
+#else
+    alignas(64) std::uint16_t halves[2 * num_lanes];
+    store(halves, round_to_bfloat16(first));
+    store(halves + num_lanes, round_to_bfloat16(second));
+    return load(reinterpret_cast<const Pair*>(halves));
+#endif
 }
 
 // Sixteen small integers as floats: 8 bits with sign, and the lowest 4 bits of each lane.
@@ -171,10 +193,18 @@ TANDEM_INLINE Lanes load_float16(const std::uint16_t* from) {
 
 // Each of eight lanes from the first on twice.
 TANDEM_INLINE Lanes double_lanes(const Lanes& lanes, int first) {
-    alignas(64) float values[num_lanes], doubled[num_lanes];
-    store(values, lanes);
-    for (int lane = 0; lane < num_lanes; ++lane) doubled[lane] = values[first + lane / 2];
-    return load(doubled);
+    Lanes doubled;
+    Lanes::visit_parts([&](int part) TANDEM_INLINE_LAMBDA {
+        const int source = first + part * part_lanes / 2, lane = source % part_lanes;
+        const Lanes::Part from = lanes.parts[source / part_lanes];
+#if TANDEM_AVX2
+        doubled.parts[part] = Lanes::Part{from[lane],     from[lane],     from[lane + 1], from[lane + 1],
+                                          from[lane + 2], from[lane + 2], from[lane + 3], from[lane + 3]};
+#else
+        doubled.parts[part] = Lanes::Part{from[lane], from[lane], from[lane + 1], from[lane + 1]};
+#endif
+    });
+    return doubled;
 }
 TANDEM_INLINE Lanes double_lower_half(const Lanes& lanes) { return double_lanes(lanes, 0); }
 TANDEM_INLINE Lanes double_upper_half(const Lanes& lanes) { return double_lanes(lanes, num_lanes / 2); }

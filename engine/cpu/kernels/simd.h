@@ -54,18 +54,6 @@ TANDEM_INLINE Lanes store_factors(Factor<Unit>* to, Lanes lanes) {
     return store_values(to, widen(round_to_bfloat16(lanes)));
 }
 
-// Two times sixteen neighbouring values, rounded.
-TANDEM_INLINE LaneBits round_to_pairs(Lanes first, Lanes second) {
-#if TANDEM_PAIR_PRODUCTS
-    return (LaneBits)_mm512_cvtne2ps_pbh(second, first);
-#else
-    alignas(64) Pair pairs[num_lanes];
-    store_values(pairs, first);
-    store_values(pairs + num_lanes / 2, second);
-    return load(pairs);
-#endif
-}
-
 TANDEM_INLINE Lanes load_values(const float* from) { return load(from); }
 TANDEM_INLINE Lanes load_values(const Pair* from) { return widen(load(reinterpret_cast<const std::uint16_t*>(from))); }
 
