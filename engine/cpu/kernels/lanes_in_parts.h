@@ -27,24 +27,24 @@ struct InParts {
 
     InParts() = default;
     TANDEM_INLINE InParts(Value value) {  // in all lanes
-        visit_parts([&](int part) TANDEM_INLINE_LAMBDA { parts[part] = value - Part{}; });
+        each_part([&](int part) TANDEM_INLINE_LAMBDA { parts[part] = value - Part{}; });
     }
 
     template <class Visit>
-    static TANDEM_INLINE void visit_parts(Visit&& visit) {
+    static TANDEM_INLINE void each_part(Visit&& visit) {
 #pragma GCC unroll 4
         for (int part = 0; part < num_parts; ++part) visit(part);
     }
 
     static TANDEM_INLINE InParts loaded(const Value* from) {
         InParts lanes;
-        visit_parts([&](int part) TANDEM_INLINE_LAMBDA {
+        each_part([&](int part) TANDEM_INLINE_LAMBDA {
             lanes.parts[part] = *reinterpret_cast<const PartInMemory*>(from + part * part_lanes);
         });
         return lanes;
     }
     TANDEM_INLINE void store(Value* to) const {
-        visit_parts([&](int part) TANDEM_INLINE_LAMBDA {
+        each_part([&](int part) TANDEM_INLINE_LAMBDA {
             *reinterpret_cast<PartInMemory*>(to + part * part_lanes) = parts[part];
         });
     }
@@ -53,7 +53,7 @@ struct InParts {
     template <class Combine>
     static TANDEM_INLINE InParts combined(const InParts& one, const InParts& other, Combine&& combine) {
         InParts lanes;
-        visit_parts([&](int part) TANDEM_INLINE_LAMBDA { lanes.parts[part] = combine(one.parts[part], other.parts[part]); });
+        each_part([&](int part) TANDEM_INLINE_LAMBDA { lanes.parts[part] = combine(one.parts[part], other.parts[part]); });
         return lanes;
     }
 
@@ -90,7 +90,7 @@ TANDEM_INLINE void store(Value* to, const InParts<Value>& lanes) { lanes.store(t
 template <class To, class From, class Convert>
 TANDEM_INLINE To converted(const From& from, Convert&& convert) {
     To lanes;
-    From::visit_parts([&](int part) TANDEM_INLINE_LAMBDA { lanes.parts[part] = convert(from.parts[part]); });
+    From::each_part([&](int part) TANDEM_INLINE_LAMBDA { lanes.parts[part] = convert(from.parts[part]); });
     return lanes;
 }
 TANDEM_INLINE Lanes as_floats(const LaneBits& bits) {
@@ -111,7 +111,7 @@ TANDEM_INLINE Lanes broadcast(float value) { return value; }
 // factor * other + sum: rounded once with AVX2, twice in the portable form (a numeric class of its own).
 TANDEM_INLINE Lanes multiply_add(const Lanes& factor, const Lanes& other, const Lanes& sum) {
     Lanes lanes;
-    Lanes::visit_parts([&](int part) TANDEM_INLINE_LAMBDA {
+    Lanes::each_part([&](int part) TANDEM_INLINE_LAMBDA {
 #if TANDEM_AVX2
         lanes.parts[part] = _mm256_fmadd_ps(factor.parts[part], other.parts[part], sum.parts[part]);
 #else
@@ -194,7 +194,7 @@ TANDEM_INLINE Lanes load_float16(const std::uint16_t* from) {
 // Each of eight lanes from the first on twice.
 TANDEM_INLINE Lanes double_lanes(const Lanes& lanes, int first) {
     Lanes doubled;
-    Lanes::visit_parts([&](int part) TANDEM_INLINE_LAMBDA {
+    Lanes::each_part([&](int part) TANDEM_INLINE_LAMBDA {
         const int source = first + part * part_lanes / 2, lane = source % part_lanes;
         const Lanes::Part from = lanes.parts[source / part_lanes];
 #if TANDEM_AVX2
