@@ -126,7 +126,8 @@ TANDEM_INLINE void find_columns(const Unit* panels, int num_steps, const Unit* (
 }
 
 // From so many rows on, a step of a panel computes for longer than the processor looks ahead in a stream: asked for so
-// far ahead, weights come in 0.9 of the time; with fewer rows in up to 1.3 times (bench/results/2026-11-30-engine.md).
+// far ahead, weights come in 0.9 of the time; with fewer rows in up to 1.3 times (bench/results/2026-11-30-engine.md; what
+// holds without AVX-512, here and below: 2026-11-30-engine-avx2.md).
 constexpr int least_rows_ahead = TANDEM_AVX512 ? 7 : 3, bytes_ahead = 8192;
 static_assert(panel_columns * sizeof(Pair) == 2 * line_bytes, "prefetch_ahead asks for what one step takes");
 
@@ -141,7 +142,8 @@ struct FetchAhead {
 };
 
 // So many rows, at most, are multiplied by blocks that are unpacked on the way: in 0.84 to 0.98 of the time that it takes by
-// way of memory. 10 and 12 rows leave too few registers: 1.07 and 1.14 (bench/results/2026-11-30-engine.md).
+// way of memory. 10 and 12 rows leave too few registers: 1.07 and 1.14 (bench/results/2026-11-30-engine.md). Without AVX-512:
+// as many as have their sums in registers; not timed beside others.
 constexpr int max_block_rows = TANDEM_AVX512 ? 8 : 2;
 
 // All outputs of a few rows, which share one high tile: a panel's products hide the wait for the next.

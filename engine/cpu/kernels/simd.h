@@ -2,6 +2,8 @@
 // lanes_in_parts.h, which say the same with other registers.
 #pragma once
 
+#include <type_traits>
+
 #if !defined(TANDEM_PORTABLE) && defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
 #define TANDEM_AVX512 1
 #include "lanes_avx512.h"
@@ -9,8 +11,6 @@
 #define TANDEM_AVX512 0
 #include "lanes_in_parts.h"
 #endif
-
-#include <type_traits>
 
 namespace tandem {
 
