@@ -54,12 +54,12 @@ class PackedWeights:
     head: PackedMatrix
 
 
-def pack_weights(weights: StoredWeights, dtype: torch.dtype) -> PackedWeights:
-    """Copy all matrices, in the order of a forward pass, into one run of huge pages."""
+def pack_weights(weights: StoredWeights, dtype: torch.dtype, block_unit_values: int) -> PackedWeights:
+    """Copy all matrices, in the order of a forward pass, into one run of huge pages. See pack_matrix."""
     memory = HugeMemory(sum(_packed_bytes(matrix, dtype) for matrix in _matrices(weights)))
 
     def packed(matrix: Matrix) -> PackedMatrix:
-        return pack_matrix(matrix, dtype, memory)
+        return pack_matrix(matrix, dtype, memory, block_unit_values)
 
     layers = tuple(
         PackedLayer(
@@ -110,9 +110,12 @@ def pack_adapter(adapter: AdapterWeights, dtype: torch.dtype) -> tuple[PackedAda
     def packed(pair: LowRank | None, *, halves: bool = False) -> PackedLowRank | None:
         if pair is None:
             return None
-        expand = interleave_halves(pair.expand) if halves else pair.expand
-        shrink = pack_matrix(pair.shrink, dtype, memory)
-        return PackedLowRank(shrink, pack_matrix(expand, dtype, memory), len(pair.shrink))
+        expand = _interleave_rows(pair.expand) if halves else pair.expand
+        return PackedLowRank(
+            PackedMatrix(_pack_floats(pair.shrink, dtype, memory)),
+            PackedMatrix(_pack_floats(expand, dtype, memory)),
+            len(pair.shrink),
+        )
 
     return tuple(
         PackedAdapterLayer(
@@ -122,14 +125,15 @@ def pack_adapter(adapter: AdapterWeights, dtype: torch.dtype) -> tuple[PackedAda
     )
 
 
-def pack_matrix(matrix: Matrix, dtype: torch.dtype, memory: HugeMemory) -> PackedMatrix:
+def pack_matrix(matrix: Matrix, dtype: torch.dtype, memory: HugeMemory, block_unit_values: int) -> PackedMatrix:
     """Pack [num_outputs, num_inputs], filled up with zeros to whole tiles of 64 outputs.
 
     The order is that of the units that a product takes: a unit is 4 bytes, one float32 input or two neighbouring
-    bfloat16 inputs of an output; [num_panels, num_steps, 32 outputs, values of a unit]. Blocks stay blocks.
+    bfloat16 inputs of an output; [num_panels, num_steps, 32 outputs, values of a unit]. Blocks stay blocks, whose units
+    hold `block_unit_values` (KernelLibrary.block_unit_values).
     """
     if isinstance(matrix, QuantisedMatrix):
-        return PackedMatrix(_pack_blocks(matrix, UNIT_BYTES // dtype.itemsize, memory), matrix.kind)
+        return PackedMatrix(_pack_blocks(matrix, block_unit_values, memory), matrix.kind)
     return PackedMatrix(_pack_floats(matrix, dtype, memory))
 
 
@@ -189,6 +193,11 @@ def _interleave_rows(rows: torch.Tensor) -> torch.Tensor:
 def pad_columns(count: int) -> int:
     """To whole tiles."""
     return -(-count // TILE_COLUMNS) * TILE_COLUMNS
+
+
+def has_blocks(weights: StoredWeights) -> bool:
+    """Whether any matrix is of blocks."""
+    return any(isinstance(matrix, QuantisedMatrix) for matrix in _matrices(weights))
 
 
 def _matrices(weights: StoredWeights) -> Iterator[Matrix]:

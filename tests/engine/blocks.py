@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 import gguf
 import torch
 
-from engine.quantisation import BLOCK_KINDS, QuantisedMatrix
+from engine.quantisation import BLOCK_KINDS, BLOCK_VALUES, QuantisedMatrix
 
 KINDS: Final = tuple(BLOCK_KINDS)
 
@@ -27,3 +28,13 @@ def random_blocks(kind: str, num_rows: int, num_inputs: int, seed: int = 0) -> Q
     matrix.blocks[0, 0, :2] = torch.tensor([1, 0])  # 2 ** -24
     matrix.blocks[0, 0, -16:] = torch.arange(16) * 17 ^ 0x80
     return matrix
+
+
+def round_for_blocks(weights: torch.Tensor, kind: str) -> torch.Tensor:
+    """Weights that a block of `kind` holds exactly, and bfloat16 too: in each block, small integers times one power of
+    two, the extremes among them, so that a GGUF's writer finds that scale."""
+    least, most = (-8, 7) if BLOCK_KINDS[kind].value_bits == 4 else (-127, 127)
+    scale = 2.0 ** round(math.log2(3 * weights.std().item() / most))
+    integers = (weights / scale).round().clamp(least, most).reshape(-1, BLOCK_VALUES)
+    integers[:, 0], integers[:, 1] = least, most
+    return (integers * scale).view(weights.shape)

@@ -68,8 +68,7 @@ class UnitEngine final : public Engine {
         gated_ = gated_memory_.reserve(block_rows * factors(pad_columns(model.intermediate_size)));
         rounded_head_ = rounded_head_memory_.reserve(units(model.head_dim));
         const int most_inputs = std::max({model.hidden_size, model.intermediate_size, query_size_});
-        unpacked_ = unpacked_memory_.reserve(tile_columns * units(most_inputs));
-        embedded_ = embedded_memory_.reserve(units(model.hidden_size));
+        unpacked_ = unpacked_memory_.reserve(tile_columns * factors(most_inputs));
         if (model.num_adapters == 0) return;
         int most_rank = 0;
         for (const TandemAdapterLayer& layer : adapter_layers_)
@@ -102,24 +101,22 @@ class UnitEngine final : public Engine {
         int num_tokens = 0;
         for (int sequence = 0; sequence < step.num_sequences; ++sequence) num_tokens += step.lengths[sequence];
         residual_ = residual_memory_.reserve(num_tokens * hidden_stride_);
-        for (int token = 0; token < num_tokens; ++token) {
-            const Unit* row = embedding(step.token_ids[token]);
-            for (int index = 0; index < model_.hidden_size; index += num_lanes)
-                store(residual_ + token * hidden_stride_ + index, load_values(row + units(index)));
-        }
+        for (int token = 0; token < num_tokens; ++token)
+            read_embedding(step.token_ids[token], residual_ + token * hidden_stride_);
         return num_tokens;
     }
 
-    // A token's row of the embedding, good until the next call.
-    const Unit* embedding(int token_id) {
-        if (model_.embedding.storage == tandem_floats)
-            return static_cast<const Unit*>(model_.embedding.data) + token_id * units(model_.hidden_size);
-        matrix(model_.embedding, model_.vocab_size, model_.hidden_size).read_output(token_id, embedded_);
-        return embedded_;
+    void read_embedding(int token_id, float* row) const {
+        const TandemMatrix& stored = model_.embedding;
+        if (stored.storage != tandem_floats)
+            return matrix(stored, model_.vocab_size, model_.hidden_size).blocks().read_output(token_id, row);
+        const Unit* embedding = static_cast<const Unit*>(stored.data) + token_id * units(model_.hidden_size);
+        for (int index = 0; index < model_.hidden_size; index += num_lanes)
+            store(row + index, load_values(embedding + units(index)));
     }
 
     PackedMatrix<Unit> matrix(const TandemMatrix& stored, int num_outputs, int num_inputs) const {
-        return PackedMatrix<Unit>(stored, num_outputs, num_inputs, unpacked_);
+        return {stored, num_outputs, num_inputs, unpacked_};
     }
 
     // Cut the slices where blocks of rows begin, and make room for the scores of the longest context.
@@ -356,20 +353,26 @@ class UnitEngine final : public Engine {
     std::vector<int> kept_rows_;   // after it: where in the residual stream each logit row's token stands
     AttentionScratch scratch_ = {};
     float *residual_, *projected_, *gate_up_ = nullptr;
-    Factor<Unit> *operands_, *queries_, *attended_, *gated_, *shrunk_ = nullptr;
-    Unit *rounded_head_, *unpacked_, *embedded_;
+    Factor<Unit> *operands_, *queries_, *attended_, *gated_, *unpacked_, *shrunk_ = nullptr;
+    Unit* rounded_head_;
     Buffer<float> residual_memory_, projected_memory_, scores_memory_, probabilities_memory_, gate_up_memory_;
     Buffer<Lanes> sums_memory_;
-    Buffer<Factor<Unit>> operands_memory_, queries_memory_, attended_memory_, gated_memory_, shrunk_memory_;
-    Buffer<Unit> rounded_head_memory_, unpacked_memory_, embedded_memory_;
+    Buffer<Factor<Unit>> operands_memory_, queries_memory_, attended_memory_, gated_memory_, unpacked_memory_,
+        shrunk_memory_;
+    Buffer<Unit> rounded_head_memory_;
 };
 
 }  // namespace tandem
 
 extern "C" {
 
-// "avx512bf16", "avx512" or "portable": results of different sets may differ in the last bit.
+// "avx512bf16", "avx512", "avx2" or "portable": results of different sets may differ in the last bit.
 const char* tandem_instruction_set() { return tandem::instruction_set; }
+
+// How many neighbouring values of an output a unit of a block holds: 2 where pairs of bfloat16 are multiplied.
+int tandem_block_unit_values(int is_bfloat16) {
+    return is_bfloat16 ? tandem::values_per_factor<tandem::Pair> : tandem::values_per_factor<float>;
+}
 
 // The model's struct is copied; what it points to must outlive the engine. Null where memory is short.
 void* tandem_create(const TandemModel* model) try {

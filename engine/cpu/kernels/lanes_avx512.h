@@ -34,6 +34,7 @@ TANDEM_INLINE void store(std::uint16_t* to, LaneHalves lanes) { *reinterpret_cas
 TANDEM_INLINE Lanes as_floats(LaneBits bits) { return reinterpret_cast<Lanes>(bits); }
 TANDEM_INLINE LaneBits as_bits(Lanes lanes) { return reinterpret_cast<LaneBits>(lanes); }
 TANDEM_INLINE LaneBits widen_bits(LaneHalves halves) { return __builtin_convertvector(halves, LaneBits); }
+TANDEM_INLINE LaneHalves narrow_bits(LaneBits bits) { return __builtin_convertvector(bits, LaneHalves); }
 
 TANDEM_INLINE LaneBits broadcast(Pair value) { return value - LaneBits{}; }
 TANDEM_INLINE Lanes broadcast(float value) { return _mm512_set1_ps(value); }
@@ -51,28 +52,6 @@ TANDEM_INLINE Lanes multiply_add(LaneBits factor, LaneBits other, Lanes sum) {
 TANDEM_INLINE Lanes maximum(Lanes one, Lanes other) { return _mm512_max_ps(one, other); }
 TANDEM_INLINE Lanes minimum(Lanes one, Lanes other) { return _mm512_min_ps(one, other); }
 
-// Round to bfloat16, ties to even.
-TANDEM_INLINE LaneHalves round_to_bfloat16(Lanes lanes) {
-#if TANDEM_PAIR_PRODUCTS
-    return (LaneHalves)_mm512_cvtneps_pbh(lanes);
-#else
-    const LaneBits bits = as_bits(lanes);
-    return __builtin_convertvector((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16, LaneHalves);
-#endif
-}
-
-// Two times sixteen neighbouring values, rounded.
-TANDEM_INLINE LaneBits round_to_pairs(Lanes first, Lanes second) {
-#if TANDEM_PAIR_PRODUCTS
-    return (LaneBits)_mm512_cvtne2ps_pbh(second, first);
-#else
-    LaneBits pairs;
-    store(reinterpret_cast<std::uint16_t*>(&pairs), round_to_bfloat16(first));
-    store(reinterpret_cast<std::uint16_t*>(&pairs) + num_lanes, round_to_bfloat16(second));
-    return pairs;
-#endif
-}
-
 // Sixteen small integers as floats: 8 bits with sign, and the lowest 4 bits of each lane.
 TANDEM_INLINE Lanes load_int8(const std::int8_t* from) {
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
@@ -85,6 +64,11 @@ TANDEM_INLINE Lanes low_4_bits(LaneBits lanes) {
 // Sixteen finite float16 values.
 TANDEM_INLINE Lanes load_float16(const std::uint16_t* from) { return _mm512_cvtph_ps((__m256i)load(from)); }
 
+#if TANDEM_PAIR_PRODUCTS
+// Rounded to bfloat16, ties to even: sixteen values, or two times sixteen that are neighbours.
+TANDEM_INLINE LaneHalves round_to_bfloat16(Lanes lanes) { return (LaneHalves)_mm512_cvtneps_pbh(lanes); }
+TANDEM_INLINE LaneBits round_to_pairs(Lanes first, Lanes second) { return (LaneBits)_mm512_cvtne2ps_pbh(second, first); }
+
 // Each of the first, or last, eight lanes twice.
 TANDEM_INLINE Lanes double_lower_half(Lanes lanes) {
     return __builtin_shufflevector(lanes, lanes, 0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
@@ -92,6 +76,7 @@ TANDEM_INLINE Lanes double_lower_half(Lanes lanes) {
 TANDEM_INLINE Lanes double_upper_half(Lanes lanes) {
     return __builtin_shufflevector(lanes, lanes, 8, 8, 9, 9, 10, 10, 11, 11, 12, 12, 13, 13, 14, 14, 15, 15);
 }
+#endif
 
 // Keep the first `count` lanes and put `other` into the rest.
 TANDEM_INLINE Lanes keep_first(Lanes lanes, int count, float other) {

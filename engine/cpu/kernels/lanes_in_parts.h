@@ -101,7 +101,17 @@ TANDEM_INLINE LaneBits as_bits(const Lanes& lanes) {
 }
 TANDEM_INLINE LaneBits widen_bits(const LaneHalves& halves) {
     return converted<LaneBits>(halves, [](LaneHalves::Part part) TANDEM_INLINE_LAMBDA {
+#if TANDEM_AVX2
+        return (LaneBits::Part)_mm256_cvtepu16_epi32((__m128i)part);
+#else
         return __builtin_convertvector(part, LaneBits::Part);
+#endif
+    });
+}
+
+TANDEM_INLINE LaneHalves narrow_bits(const LaneBits& bits) {
+    return converted<LaneHalves>(bits, [](LaneBits::Part part) TANDEM_INLINE_LAMBDA {
+        return __builtin_convertvector(part, LaneHalves::Part);
     });
 }
 
@@ -140,42 +150,20 @@ TANDEM_INLINE Lanes minimum(const Lanes& one, const Lanes& other) {
     });
 }
 
-// Rounded to bfloat16, ties to even, with rubbish in the lower halves.
-TANDEM_INLINE LaneBits round_upper_halves(const Lanes& lanes) {
-    const LaneBits bits = as_bits(lanes);
-    return bits + 0x7fffu + ((bits >> 16) & 1u);
-}
-TANDEM_INLINE LaneHalves round_to_bfloat16(const Lanes& lanes) {
-    return converted<LaneHalves>(round_upper_halves(lanes) >> 16, [](LaneBits::Part part) TANDEM_INLINE_LAMBDA {
-        return __builtin_convertvector(part, LaneHalves::Part);
-    });
-}
-
-// Two times sixteen neighbouring values, rounded.
-TANDEM_INLINE LaneBits round_to_pairs(const Lanes& first, const Lanes& second) {
-#if TANDEM_AVX2
-    LaneBits pairs;
-    const auto round_to_part = [](const Lanes& lanes) TANDEM_INLINE_LAMBDA {
-        const LaneBits halves = round_upper_halves(lanes) >> 16;
-        const __m256i packed = _mm256_packus_epi32((__m256i)halves.parts[0], (__m256i)halves.parts[1]);
-        return (LaneBits::Part)_mm256_permute4x64_epi64(packed, 0xd8);  // packed within each half of the register
-    };
-    pairs.parts[0] = round_to_part(first);
-    pairs.parts[1] = round_to_part(second);
-    return pairs;
-#else
-    alignas(64) std::uint16_t halves[2 * num_lanes];
-    store(halves, round_to_bfloat16(first));
-    store(halves + num_lanes, round_to_bfloat16(second));
-    return load(reinterpret_cast<const Pair*>(halves));
-#endif
-}
-
 // Sixteen small integers as floats: 8 bits with sign, and the lowest 4 bits of each lane.
 TANDEM_INLINE Lanes load_int8(const std::int8_t* from) {
+#if TANDEM_AVX2
+    Lanes lanes;
+    Lanes::each_part([&](int part) TANDEM_INLINE_LAMBDA {
+        const __m128i values = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from + part * part_lanes));
+        lanes.parts[part] = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(values));
+    });
+    return lanes;
+#else
     return converted<Lanes>(load(from), [](InParts<std::int8_t>::Part part) TANDEM_INLINE_LAMBDA {
         return __builtin_convertvector(part, Lanes::Part);
     });
+#endif
 }
 TANDEM_INLINE Lanes low_4_bits(const LaneBits& lanes) {
     return converted<Lanes>(lanes & 15u, [](LaneBits::Part part) TANDEM_INLINE_LAMBDA {
@@ -185,29 +173,17 @@ TANDEM_INLINE Lanes low_4_bits(const LaneBits& lanes) {
 
 // Sixteen finite float16 values.
 TANDEM_INLINE Lanes load_float16(const std::uint16_t* from) {
+#if TANDEM_AVX2
+    return converted<Lanes>(load(from), [](LaneHalves::Part part) TANDEM_INLINE_LAMBDA {
+        return (Lanes::Part)_mm256_cvtph_ps((__m128i)part);
+    });
+#else
     const LaneBits bits = widen_bits(load(from));
     // Exponent and fraction moved into place count 2^112 too little: the multiplication is exact, subnormals included.
     const Lanes magnitude = as_floats((bits & 0x7fffu) << 13) * 0x1p112f;
     return as_floats(as_bits(magnitude) | (bits & 0x8000u) << 16);
-}
-
-// Each of eight lanes from the first on twice.
-TANDEM_INLINE Lanes double_lanes(const Lanes& lanes, int first) {
-    Lanes doubled;
-    Lanes::each_part([&](int part) TANDEM_INLINE_LAMBDA {
-        const int source = first + part * part_lanes / 2, lane = source % part_lanes;
-        const Lanes::Part from = lanes.parts[source / part_lanes];
-#if TANDEM_AVX2
-        doubled.parts[part] = Lanes::Part{from[lane],     from[lane],     from[lane + 1], from[lane + 1],
-                                          from[lane + 2], from[lane + 2], from[lane + 3], from[lane + 3]};
-#else
-        doubled.parts[part] = Lanes::Part{from[lane], from[lane], from[lane + 1], from[lane + 1]};
 #endif
-    });
-    return doubled;
 }
-TANDEM_INLINE Lanes double_lower_half(const Lanes& lanes) { return double_lanes(lanes, 0); }
-TANDEM_INLINE Lanes double_upper_half(const Lanes& lanes) { return double_lanes(lanes, num_lanes / 2); }
 
 // Keep the first `count` lanes and put `other` into the rest.
 TANDEM_INLINE Lanes keep_first(const Lanes& lanes, int count, float other) {

@@ -12,43 +12,69 @@ static_assert(tile_columns % (tile_vectors * num_lanes) == 0);
 
 constexpr int pad_columns(int count) { return (count + tile_columns - 1) / tile_columns * tile_columns; }
 
-// A weight matrix [num_outputs, num_inputs], packed as [num_panels][num_steps][32 outputs] units, or blocks of them
-// (quantised.h), and filled up with zeros (engine/cpu/packing.py packs it).
+// A weight matrix [num_outputs, num_inputs] in panels of 32 outputs, filled up with zeros (engine/cpu/packing.py packs it):
+// [num_panels][num_steps][32 outputs] units.
 template <class Unit>
-struct PackedMatrix {
-    TandemMatrix stored;
-    int num_panels;
-    int num_steps;
-    Unit* scratch;  // room for a wide tile's panels, where blocks are unpacked
+struct FloatPanels {
+    using RightUnit = Unit;
+    static constexpr bool are_floats = true;
+    const Unit* units;
+    int num_panels, num_steps;
 
-    PackedMatrix(const TandemMatrix& matrix, int num_outputs, int num_inputs, Unit* unpacked)
+    FloatPanels(const TandemMatrix& matrix, int num_outputs, int num_inputs)
+        : units(static_cast<const Unit*>(matrix.data)),
+          num_panels(pad_columns(num_outputs) / panel_columns),
+          num_steps((num_inputs + values_per_unit<Unit> - 1) / values_per_unit<Unit>) {}
+
+    // From step `first_step` on, where the steps of a panel follow those of the one before.
+    TANDEM_INLINE const Unit* steps(long first_step, long) const { return units + first_step * panel_columns; }
+};
+
+// The same from blocks (quantised.h).
+template <class Unit>
+struct BlockPanels {
+    using RightUnit = Unit;
+    static constexpr bool are_floats = false;
+    TandemMatrix stored;
+    int num_panels, num_steps;
+    Unit* scratch;  // room for a wide tile's panels
+
+    BlockPanels(const TandemMatrix& matrix, int num_outputs, int num_inputs, Unit* unpacked)
         : stored(matrix),
           num_panels(pad_columns(num_outputs) / panel_columns),
-          num_steps((num_inputs + values_per_unit<Unit> - 1) / values_per_unit<Unit>),
+          num_steps(num_inputs / values_per_unit<Unit>),
           scratch(unpacked) {}
 
-    bool has_blocks() const { return stored.storage != tandem_floats; }
-
-    // Steps that are best unpacked at a time when they are used once: what fits into the first-level cache.
-    int part_steps() const { return has_blocks() ? block_steps<Unit> : num_steps; }
-
-    // The block that begins with step `first_step`, where the steps of a panel follow those of the one before.
     TANDEM_INLINE const char* block(long first_step) const {
         return static_cast<const char*>(stored.data) + first_step / block_steps<Unit> * packed_block_bytes(stored.storage);
     }
 
-    // [count][32 outputs] units from step `first_step` on.
+    // [count][32 outputs] units from step `first_step` on, good until the next call.
     TANDEM_INLINE const Unit* steps(long first_step, long count) const {
-        if (!has_blocks()) return static_cast<const Unit*>(stored.data) + first_step * panel_columns;
         unpack_blocks<Unit>(stored.storage, block(first_step), count / block_steps<Unit>, scratch);
         return scratch;
     }
 
-    // The weights of one output, num_steps units.
-    void read_output(int output, Unit* weights) const {
+    // The weights of one output.
+    void read_output(int output, float* weights) const {
         const Unit* panel = steps(static_cast<long>(output / panel_columns) * num_steps, num_steps);
-        for (int step = 0; step < num_steps; ++step) weights[step] = panel[step * panel_columns + output % panel_columns];
+        for (int step = 0; step < num_steps; ++step) {
+            const Unit unit = panel[step * panel_columns + output % panel_columns];
+            for (int index = 0; index < values_per_unit<Unit>; ++index)
+                weights[step * values_per_unit<Unit> + index] = value_of(unit, index);
+        }
     }
+};
+
+// A packed matrix as it is stored, of a model whose units are `Unit`.
+template <class Unit>
+struct PackedMatrix {
+    TandemMatrix stored;
+    int num_outputs, num_inputs;
+    Factor<Unit>* scratch;  // room for 64 outputs, where blocks are unpacked
+
+    FloatPanels<Unit> floats() const { return {stored, num_outputs, num_inputs}; }
+    BlockPanels<Factor<Unit>> blocks() const { return {stored, num_outputs, num_inputs, scratch}; }
 };
 
 // What becomes of a finished tile: `sums` are outputs [first_column, + 16 * Columns) of rows from `first_row` on.
@@ -147,22 +173,32 @@ struct FetchAhead {
 constexpr int max_block_rows = TANDEM_AVX512 ? 8 : 2;
 
 // All outputs of a few rows, which share one high tile: a panel's products hide the wait for the next.
-template <class Unit, int Rows, class Finish>
-void multiply_few(const Factor<Unit>* left, long left_stride, const PackedMatrix<Unit>& matrix, Finish finish) {
+template <int Rows, class Unit, class Finish>
+void multiply_few(const Factor<Unit>* left, long left_stride, const FloatPanels<Unit>& panels, Finish finish) {
     constexpr int ahead = Rows >= least_rows_ahead ? bytes_ahead : 0;
-    for (int panel = 0; panel < matrix.num_panels; ++panel) {
-        const long first_step = static_cast<long>(panel) * matrix.num_steps;
+    for (int panel = 0; panel < panels.num_panels; ++panel) {
+        const Unit* right[panel_vectors];
+        find_columns(panels.steps(static_cast<long>(panel) * panels.num_steps, panels.num_steps), panels.num_steps, right);
         Tile<Rows, panel_vectors> sums = {};
-        if (Rows <= max_block_rows && matrix.has_blocks()) {
-            accumulate_blocks<Unit>(sums, left, left_stride, matrix.stored.storage, matrix.block(first_step),
-                                    matrix.num_steps / block_steps<Unit>);
+        accumulate(sums, left, left_stride, right, panel_columns, panels.num_steps, FetchAhead<Unit, ahead>{right[0]});
+        finish(sums, 0, panel * panel_columns);
+    }
+}
+
+// The same: blocks are unpacked on the way or, of more rows, one at a time into the first-level cache.
+template <int Rows, class Unit, class Finish>
+void multiply_few(const Unit* left, long left_stride, const BlockPanels<Unit>& panels, Finish finish) {
+    for (int panel = 0; panel < panels.num_panels; ++panel) {
+        const long first_step = static_cast<long>(panel) * panels.num_steps;
+        Tile<Rows, panel_vectors> sums = {};
+        if constexpr (Rows <= max_block_rows) {
+            accumulate_blocks(sums, left, left_stride, panels.stored.storage, panels.block(first_step),
+                              panels.num_steps / block_steps<Unit>);
         } else {
-            const int part_steps = matrix.part_steps();
-            for (int step = 0; step < matrix.num_steps; step += part_steps) {
+            for (int step = 0; step < panels.num_steps; step += block_steps<Unit>) {
                 const Unit* right[panel_vectors];
-                find_columns(matrix.steps(first_step + step, part_steps), part_steps, right);
-                accumulate(sums, left + step * factors_per_unit<Unit>, left_stride, right, panel_columns, part_steps,
-                           FetchAhead<Unit, ahead>{right[0]});
+                find_columns(panels.steps(first_step + step, block_steps<Unit>), block_steps<Unit>, right);
+                accumulate(sums, left + step, left_stride, right, panel_columns, block_steps<Unit>, FetchAhead<Unit, 0>{});
             }
         }
         finish(sums, 0, panel * panel_columns);
@@ -174,51 +210,64 @@ constexpr int max_several_rows = (TANDEM_AVX512 ? 3 : 12) * max_high_tile_rows;
 
 // All outputs of rows that a few high tiles hold, from floats. The first tile's products hide the wait for what is next.
 template <class Unit, class Finish>
-void multiply_several(const Factor<Unit>* left, long left_stride, int num_rows, const PackedMatrix<Unit>& matrix,
+void multiply_several(const Factor<Unit>* left, long left_stride, int num_rows, const FloatPanels<Unit>& panels,
                       Finish finish) {
-    for (int panel = 0; panel < matrix.num_panels; ++panel) {
+    for (int panel = 0; panel < panels.num_panels; ++panel) {
         const Unit* right[panel_vectors];
-        find_columns(matrix.steps(static_cast<long>(panel) * matrix.num_steps, matrix.num_steps), matrix.num_steps,
-                     right);
+        find_columns(panels.steps(static_cast<long>(panel) * panels.num_steps, panels.num_steps), panels.num_steps, right);
         visit_parts<max_high_tile_rows>(num_rows, [&](auto rows, int first_row) TANDEM_INLINE_LAMBDA {
             Tile<decltype(rows)::value, panel_vectors> sums = {};
             const Factor<Unit>* part = left + first_row * left_stride;
             if (first_row == 0)
-                accumulate(sums, part, left_stride, right, panel_columns, matrix.num_steps,
+                accumulate(sums, part, left_stride, right, panel_columns, panels.num_steps,
                            FetchAhead<Unit, bytes_ahead>{right[0]});
             else
-                accumulate(sums, part, left_stride, right, panel_columns, matrix.num_steps, FetchAhead<Unit, 0>{});
+                accumulate(sums, part, left_stride, right, panel_columns, panels.num_steps, FetchAhead<Unit, 0>{});
             finish(sums, first_row, panel * panel_columns);
         });
     }
 }
 
-// Hand all outputs of `num_rows` rows to `finish`. left: rows `left_stride` factors apart, in cache as far as possible.
-//
-// Weights come from memory as one plain stream, which the processor fetches ahead by itself. More rows than a few high tiles
-// hold share wide tiles, which ask less of the cache that the panels are in.
-template <class Unit, class Finish>
-void multiply(const Factor<Unit>* left, long left_stride, int num_rows, const PackedMatrix<Unit>& matrix, Finish finish) {
-    if (num_rows <= max_high_tile_rows) {
-        with_constant<1, max_high_tile_rows>(num_rows, [=](auto rows) {
-            multiply_few<Unit, decltype(rows)::value>(left, left_stride, matrix, finish);
-        });
-        return;
-    }
-    if (num_rows <= max_several_rows && !matrix.has_blocks())
-        return multiply_several(left, left_stride, num_rows, matrix, finish);
+// All outputs of many rows, in wide tiles, which ask less of the cache that the panels are in.
+template <class Panels, class Finish>
+void multiply_many(const Factor<typename Panels::RightUnit>* left, long left_stride, int num_rows, const Panels& panels,
+                   Finish finish) {
+    using Unit = typename Panels::RightUnit;
     constexpr int tile_panels = tile_vectors / panel_vectors;
-    for (int panel = 0; panel < matrix.num_panels; panel += tile_panels) {
+    for (int panel = 0; panel < panels.num_panels; panel += tile_panels) {
         const Unit* right[tile_vectors];
-        find_columns(matrix.steps(static_cast<long>(panel) * matrix.num_steps, tile_panels * matrix.num_steps),
-                     matrix.num_steps, right);
+        find_columns(panels.steps(static_cast<long>(panel) * panels.num_steps, tile_panels * panels.num_steps),
+                     panels.num_steps, right);
         visit_parts<max_tile_rows>(num_rows, [&](auto rows, int first_row) TANDEM_INLINE_LAMBDA {
             Tile<decltype(rows)::value, tile_vectors> sums = {};
-            accumulate(sums, left + first_row * left_stride, left_stride, right, panel_columns, matrix.num_steps,
+            accumulate(sums, left + first_row * left_stride, left_stride, right, panel_columns, panels.num_steps,
                        FetchAhead<Unit, 0>{});
             finish(sums, first_row, panel * panel_columns);
         });
     }
+}
+
+template <class Panels, class Finish>
+void multiply_panels(const Factor<typename Panels::RightUnit>* left, long left_stride, int num_rows, const Panels& panels,
+                     Finish finish) {
+    if (num_rows <= max_high_tile_rows)
+        return with_constant<1, max_high_tile_rows>(num_rows, [=](auto rows) {
+            multiply_few<decltype(rows)::value>(left, left_stride, panels, finish);
+        });
+    if constexpr (Panels::are_floats)
+        if (num_rows <= max_several_rows) return multiply_several(left, left_stride, num_rows, panels, finish);
+    multiply_many(left, left_stride, num_rows, panels, finish);
+}
+
+// Hand all outputs of `num_rows` rows to `finish`. left: rows `left_stride` factors apart, in cache as far as possible.
+//
+// Weights come from memory as one plain stream, which the processor fetches ahead by itself.
+template <class Unit, class Finish>
+void multiply(const Factor<Unit>* left, long left_stride, int num_rows, const PackedMatrix<Unit>& matrix, Finish finish) {
+    if (matrix.stored.storage == tandem_floats)
+        multiply_panels(left, left_stride, num_rows, matrix.floats(), finish);
+    else
+        multiply_panels(left, left_stride, num_rows, matrix.blocks(), finish);
 }
 
 }  // namespace tandem

@@ -1,8 +1,9 @@
-// Blocks of quantised weights, unpacked to units.
+// Blocks of quantised weights, unpacked to units: to pairs only where they are multiplied as pairs, else to floats, which
+// are not rounded to a model's bfloat16.
 //
 // A weight is scale * value (+ minimum), with float16 scales and small integers, as a GGUF defines it. The product is
 // exact in float32 (11 bits of scale by at most 8 of value), so that a fused multiply-add and a rounded sum give the
-// same bits: those of the dequantised matrix.
+// same bits: those of the matrix dequantised to what the units hold.
 // Source: ggml's block_q4_0, block_q4_1, block_q8_0; engine/cpu/packing.py writes the order below.
 #pragma once
 
@@ -25,25 +26,23 @@ constexpr long packed_block_bytes(TandemStorage storage) {
            panel_columns * block_inputs / (storage == tandem_q8_0 ? 1 : 2);
 }
 
-// Each group's factors: one to an output, for every value of a unit.
+// Of sixteen values each: what a step's units are made from.
 template <class Unit>
-struct GroupFactors {
-    static constexpr int num_groups = panel_vectors * values_per_unit<Unit>;
-    Lanes lanes[num_groups];
+constexpr int num_groups = panel_vectors * values_per_unit<Unit>;
 
-    // from: 32 float16.
-    explicit GroupFactors(const std::uint16_t* from) {
-        for (int vector = 0; vector < panel_vectors; ++vector) {
-            const Lanes factors = load_float16(from + vector * num_lanes);
-            if constexpr (values_per_unit<Unit> == 1) {
-                lanes[vector] = factors;
-            } else {
-                lanes[2 * vector] = double_lower_half(factors);
-                lanes[2 * vector + 1] = double_upper_half(factors);
-            }
-        }
+// Each group's scales or minima, from 32 float16: one to an output, for every value of a unit.
+TANDEM_INLINE void load_scales(const std::uint16_t* from, Lanes (&groups)[num_groups<float>]) {
+    for (int vector = 0; vector < panel_vectors; ++vector) groups[vector] = load_float16(from + vector * num_lanes);
+}
+#if TANDEM_PAIR_PRODUCTS
+TANDEM_INLINE void load_scales(const std::uint16_t* from, Lanes (&groups)[num_groups<Pair>]) {
+    for (int vector = 0; vector < panel_vectors; ++vector) {
+        const Lanes scales = load_float16(from + vector * num_lanes);
+        groups[2 * vector] = double_lower_half(scales);
+        groups[2 * vector + 1] = double_upper_half(scales);
     }
-};
+}
+#endif
 
 // Call visit(step, vector, units) for both vectors of a step, of whose groups weights(group) gives the sixteen values.
 template <class Unit, class Visit, class Weights>
@@ -59,33 +58,37 @@ TANDEM_INLINE void visit_groups(int step, Visit&& visit, Weights&& weights) {
 // Call visit(step, vector, units) for all of a block's units, sixteen at a time, in the order of steps.
 template <class Unit, class Visit>
 TANDEM_INLINE void visit_block_of_4_bits(const char* block, bool has_minima, Visit&& visit) {
-    constexpr int num_groups = GroupFactors<Unit>::num_groups, word_steps = 8;
-    const auto* factors = reinterpret_cast<const std::uint16_t*>(block);
-    const GroupFactors<Unit> scales(factors);
-    GroupFactors<Unit> minima(factors + (has_minima ? panel_columns : 0));
+    constexpr int word_steps = 8;
+    const auto* stored_scales = reinterpret_cast<const std::uint16_t*>(block);
+    Lanes scales[num_groups<Unit>], minima[num_groups<Unit>];
+    load_scales(stored_scales, scales);
+    load_scales(stored_scales + (has_minima ? panel_columns : 0), minima);
     if (!has_minima)  // scale * (value - 8): exact as scale * value - 8 * scale
-        for (Lanes& minimum : minima.lanes) minimum = minimum * -8.0f;
-    const auto* words = reinterpret_cast<const Pair*>(factors + (has_minima ? 2 : 1) * panel_columns);
+        for (Lanes& minimum : minima) minimum = minimum * -8.0f;
+    const auto* words = reinterpret_cast<const std::uint32_t*>(stored_scales + (has_minima ? 2 : 1) * panel_columns);
     for (int first_step = 0; first_step < block_steps<Unit>; first_step += word_steps) {
-        LaneBits bits[num_groups];
-        for (int group = 0; group < num_groups; ++group, words += num_lanes) bits[group] = load(words);
+        LaneBits bits[num_groups<Unit>];
+        for (LaneBits& group : bits) {
+            group = load(words);
+            words += num_lanes;
+        }
 #pragma GCC unroll 8
         for (int step = 0; step < word_steps; ++step)
             visit_groups<Unit>(first_step + step, visit, [&](int group) TANDEM_INLINE_LAMBDA {
-                return multiply_add(scales.lanes[group], low_4_bits(bits[group] >> (4 * step)), minima.lanes[group]);
+                return multiply_add(scales[group], low_4_bits(bits[group] >> (4 * step)), minima[group]);
             });
     }
 }
 
 template <class Unit, class Visit>
 TANDEM_INLINE void visit_block_of_8_bits(const char* block, Visit&& visit) {
-    constexpr int num_groups = GroupFactors<Unit>::num_groups;
-    const GroupFactors<Unit> scales(reinterpret_cast<const std::uint16_t*>(block));
+    Lanes scales[num_groups<Unit>];
+    load_scales(reinterpret_cast<const std::uint16_t*>(block), scales);
     const auto* values = reinterpret_cast<const std::int8_t*>(block + 2 * panel_columns);
 #pragma GCC unroll 4
-    for (int step = 0; step < block_steps<Unit>; ++step, values += num_groups * num_lanes)
+    for (int step = 0; step < block_steps<Unit>; ++step, values += num_groups<Unit> * num_lanes)
         visit_groups<Unit>(step, visit, [&](int group) TANDEM_INLINE_LAMBDA {
-            return scales.lanes[group] * load_int8(values + group * num_lanes);
+            return scales[group] * load_int8(values + group * num_lanes);
         });
 }
 
@@ -111,21 +114,18 @@ __attribute__((noinline)) void unpack_blocks(TandemStorage storage, const char* 
 }
 
 // `accumulate` (tile.h) of a panel's blocks, which are unpacked on the way and need no memory for it.
+//   left: rows `left_stride` units apart.
 template <class Unit, int Rows>
-TANDEM_INLINE void accumulate_blocks(Tile<Rows, panel_vectors>& tile, const Factor<Unit>* left, long left_stride,
+TANDEM_INLINE void accumulate_blocks(Tile<Rows, panel_vectors>& tile, const Unit* left, long left_stride,
                                      TandemStorage storage, const char* block, long num_blocks) {
     for (long index = 0; index < num_blocks; ++index) {
         visit_block<Unit>(storage, block, [&](int step, int vector, auto lanes) TANDEM_INLINE_LAMBDA {
-            const Factor<Unit>* factors = left + step * factors_per_unit<Unit>;
-#pragma GCC unroll 2
-            for (int index = 0; index < factors_per_unit<Unit>; ++index)
 #pragma GCC unroll 12
-                for (int row = 0; row < Rows; ++row)
-                    tile[row][vector] = multiply_add(broadcast(factors[row * left_stride + index]),
-                                                     column_values(lanes, index), tile[row][vector]);
+            for (int row = 0; row < Rows; ++row)
+                tile[row][vector] = multiply_add(broadcast(left[row * left_stride + step]), lanes, tile[row][vector]);
         });
         block += packed_block_bytes(storage);
-        left += block_steps<Unit> * factors_per_unit<Unit>;
+        left += block_steps<Unit>;
     }
 }
 

@@ -32,6 +32,13 @@ TANDEM_INLINE LaneBits column_values(LaneBits pairs, int) { return pairs; }
 TANDEM_INLINE Lanes column_values(LaneBits pairs, int index) {
     return as_floats(index == 0 ? pairs << 16 : pairs & 0xffff0000u);
 }
+
+// Rounded to bfloat16, ties to even, with rubbish in the lower halves.
+TANDEM_INLINE LaneBits round_upper_halves(Lanes lanes) {
+    const LaneBits bits = as_bits(lanes);
+    return bits + 0x7fffu + ((bits >> 16) & 1u);
+}
+TANDEM_INLINE LaneHalves round_to_bfloat16(Lanes lanes) { return narrow_bits(round_upper_halves(lanes) >> 16); }
 #endif
 
 TANDEM_INLINE Lanes widen(LaneHalves halves) { return as_floats(widen_bits(halves) << 16); }
@@ -50,8 +57,10 @@ TANDEM_INLINE Lanes store_values(Pair* to, Lanes lanes) {
 // The same in a row of factors.
 template <class Unit>
 TANDEM_INLINE Lanes store_factors(Factor<Unit>* to, Lanes lanes) {
-    if constexpr (factors_per_unit<Unit> == 1) return store_values(to, lanes);
-    return store_values(to, widen(round_to_bfloat16(lanes)));
+#if !TANDEM_PAIR_PRODUCTS
+    if constexpr (values_per_unit<Unit> == 2) return store_values(to, as_floats(round_upper_halves(lanes) & 0xffff0000u));
+#endif
+    return store_values(to, lanes);
 }
 
 TANDEM_INLINE Lanes load_values(const float* from) { return load(from); }

@@ -20,4 +20,12 @@ constexpr int values_per_unit = 1;
 template <>
 constexpr int values_per_unit<Pair> = 2;
 
+inline float value_of(float unit, int) { return unit; }
+inline float value_of(Pair unit, int index) {
+    const std::uint32_t bits = index == 0 ? unit << 16 : unit & 0xffff0000u;
+    float value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
 }  // namespace tandem

@@ -13,7 +13,7 @@ from engine.cpu.build import FOR_THIS_MACHINE, PORTABLE, build_library, cpu_feat
 from engine.cpu.library import STORAGES
 from engine.cpu.memory import HugeMemory
 from engine.cpu.packing import PackedMatrix, interleave_halves, pack_matrix, pad_columns
-from engine.quantisation import Matrix
+from engine.quantisation import Matrix, QuantisedMatrix
 
 SOURCE: Final = Path(__file__).parent / "kernels_under_test.cpp"
 PAGE_TOKENS: Final = 16
@@ -49,7 +49,7 @@ class Kernels:
 
     def multiply(self, left: torch.Tensor, matrix: Matrix, onto: torch.Tensor | None = None) -> torch.Tensor:
         """left @ matrix.T, [rows, outputs] float32, in left's dtype; added to `onto` where that is given."""
-        rows, packed = units(left, left.dtype), _packed(matrix, left.dtype)
+        rows, packed = units(left, left.dtype), self._packed(matrix, left.dtype)
         num_outputs, num_inputs = matrix.shape
         output = torch.full((len(left), pad_columns(num_outputs)), float("nan"))
         if onto is not None:
@@ -61,14 +61,23 @@ class Kernels:
     def swiglu(self, left: torch.Tensor, gate_up: Matrix) -> torch.Tensor:
         """silu(left @ gate.T) * (left @ up.T), [rows, outputs] in left's dtype."""
         num_outputs, num_inputs = gate_up.shape[0] // 2, gate_up.shape[1]
-        rows, packed = units(left, left.dtype), _packed(interleave_halves(gate_up), left.dtype)
+        rows, packed = units(left, left.dtype), self._packed(interleave_halves(gate_up), left.dtype)
         output = torch.zeros(len(left), pad_columns(num_outputs), dtype=left.dtype)
         self._call("swiglu", left.dtype, rows, len(left), *_stored(packed), num_outputs, num_inputs, output)
         return output[:, :num_outputs]
 
-    def read_outputs(self, matrix: Matrix, dtype: torch.dtype) -> torch.Tensor:
-        """The matrix, [outputs, inputs], as it is read back from its packed form."""
-        packed, output = _packed(matrix, dtype), torch.empty(matrix.shape, dtype=dtype)
+    def block_unit_values(self, dtype: torch.dtype) -> int:
+        """See KernelLibrary."""
+        values: int = self._functions.under_test_block_unit_values(int(dtype == torch.bfloat16))
+        return values
+
+    def block_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """What blocks are unpacked to in a model of `dtype`: float32 where nothing multiplies pairs of bfloat16."""
+        return torch.bfloat16 if self.block_unit_values(dtype) == 2 else torch.float32
+
+    def read_outputs(self, matrix: QuantisedMatrix, dtype: torch.dtype) -> torch.Tensor:
+        """The matrix, [outputs, inputs] float32, as it is read back from its packed form."""
+        packed, output = self._packed(matrix, dtype), torch.empty(matrix.shape)
         self._call("read_outputs", dtype, *_stored(packed), *matrix.shape, output)
         return output
 
@@ -128,6 +137,12 @@ class Kernels:
         self._functions.under_test_exponential(_argument(values), _argument(output), len(values))
         return output
 
+    def _packed(self, matrix: Matrix, dtype: torch.dtype) -> PackedMatrix:
+        """In memory of its own, which ends where the matrix ends."""
+        num_outputs, num_inputs = matrix.shape
+        memory = HugeMemory(pad_columns(num_outputs) * (num_inputs + 1) * 4)
+        return pack_matrix(matrix, dtype, memory, self.block_unit_values(dtype))
+
     def _call(self, name: str, dtype: torch.dtype, *arguments: object) -> None:
         function = getattr(self._functions, f"under_test_{name}")
         function(int(dtype == torch.bfloat16), *(_argument(argument) for argument in arguments))
@@ -138,12 +153,6 @@ def _argument(argument: object) -> object:
         assert argument.is_contiguous()
         return ctypes.c_void_p(argument.data_ptr())
     return int(argument) if isinstance(argument, bool) else argument
-
-
-def _packed(matrix: Matrix, dtype: torch.dtype) -> PackedMatrix:
-    """In memory of its own, which ends where the matrix ends."""
-    num_outputs, num_inputs = matrix.shape
-    return pack_matrix(matrix, dtype, HugeMemory(pad_columns(num_outputs) * (num_inputs + 1) * 4))
 
 
 def _stored(packed: PackedMatrix) -> tuple[torch.Tensor, int]:

@@ -40,37 +40,43 @@ void to_units(const std::vector<Factor<Unit>>& factors, void* units) {
 
 template <class Unit>
 struct Kernels {
-    static long scratch_units(int num_inputs) { return static_cast<long>(tile_columns) * num_inputs; }
+    // A packed matrix and the memory that it is unpacked in.
+    struct Matrix {
+        std::vector<Factor<Unit>> scratch;
+        PackedMatrix<Unit> packed;
 
-    // The weights of each output in turn, filled up to whole units.
-    static void read_outputs(TandemMatrix packed, int num_outputs, int num_inputs, void* output) {
-        std::vector<Unit> scratch(scratch_units(num_inputs));
-        const PackedMatrix<Unit> matrix(packed, num_outputs, num_inputs, scratch.data());
+        Matrix(TandemMatrix stored, int num_outputs, int num_inputs)
+            : scratch(static_cast<long>(tile_columns) * num_inputs),
+              packed{stored, num_outputs, num_inputs, scratch.data()} {}
+
+        long num_steps() const { return (packed.num_inputs + values_per_unit<Unit> - 1) / values_per_unit<Unit>; }
+        long left_stride() const { return num_steps() * factors_per_unit<Unit>; }
+    };
+
+    static void read_outputs(TandemMatrix stored, int num_outputs, int num_inputs, float* output) {
+        const Matrix matrix(stored, num_outputs, num_inputs);
         for (int index = 0; index < num_outputs; ++index)
-            matrix.read_output(index, static_cast<Unit*>(output) + static_cast<long>(index) * matrix.num_steps);
+            matrix.packed.blocks().read_output(index, output + static_cast<long>(index) * num_inputs);
     }
 
-    static void multiply_matrix(const void* left, int num_rows, TandemMatrix packed, int num_outputs, int num_inputs,
+    static void multiply_matrix(const void* left, int num_rows, TandemMatrix stored, int num_outputs, int num_inputs,
                                 float* output, int adds) {
-        std::vector<Unit> scratch(scratch_units(num_inputs));
-        const PackedMatrix<Unit> matrix(packed, num_outputs, num_inputs, scratch.data());
-        const auto rows = to_factors<Unit>(left, static_cast<long>(num_rows) * matrix.num_steps);
-        const long left_stride = matrix.num_steps * factors_per_unit<Unit>, stride = pad_columns(num_outputs);
+        const Matrix matrix(stored, num_outputs, num_inputs);
+        const auto rows = to_factors<Unit>(left, num_rows * matrix.num_steps());
+        const long stride = pad_columns(num_outputs);
         if (adds)
-            multiply(rows.data(), left_stride, num_rows, matrix, AddSums{output, stride});
+            multiply(rows.data(), matrix.left_stride(), num_rows, matrix.packed, AddSums{output, stride});
         else
-            multiply(rows.data(), left_stride, num_rows, matrix, StoreSums{output, stride});
+            multiply(rows.data(), matrix.left_stride(), num_rows, matrix.packed, StoreSums{output, stride});
     }
 
-    static void multiply_swiglu(const void* left, int num_rows, TandemMatrix packed, int num_outputs, int num_inputs,
+    static void multiply_swiglu(const void* left, int num_rows, TandemMatrix stored, int num_outputs, int num_inputs,
                                 void* output) {
-        std::vector<Unit> scratch(scratch_units(num_inputs));
-        const PackedMatrix<Unit> matrix(packed, 2 * num_outputs, num_inputs, scratch.data());
-        const auto rows = to_factors<Unit>(left, static_cast<long>(num_rows) * matrix.num_steps);
+        const Matrix matrix(stored, 2 * num_outputs, num_inputs);
+        const auto rows = to_factors<Unit>(left, num_rows * matrix.num_steps());
         const long stride = pad_columns(num_outputs) / values_per_factor<Unit>;
         std::vector<Factor<Unit>> gated(num_rows * stride);
-        multiply(rows.data(), matrix.num_steps * factors_per_unit<Unit>, num_rows, matrix,
-                 StoreSwiglu<Unit>{gated.data(), stride});
+        multiply(rows.data(), matrix.left_stride(), num_rows, matrix.packed, StoreSwiglu<Unit>{gated.data(), stride});
         to_units<Unit>(gated, output);
     }
 
@@ -123,6 +129,10 @@ struct Kernels {
 
 extern "C" {
 
+int under_test_block_unit_values(int is_bfloat16) {
+    return is_bfloat16 ? values_per_factor<Pair> : values_per_factor<float>;
+}
+
 void under_test_multiply(int is_bfloat16, const void* left, int num_rows, const void* packed, int storage,
                          int num_outputs, int num_inputs, float* output, int adds) {
     (is_bfloat16 ? Kernels<Pair>::multiply_matrix : Kernels<float>::multiply_matrix)(
@@ -136,7 +146,7 @@ void under_test_swiglu(int is_bfloat16, const void* left, int num_rows, const vo
 }
 
 void under_test_read_outputs(int is_bfloat16, const void* packed, int storage, int num_outputs, int num_inputs,
-                             void* output) {
+                             float* output) {
     (is_bfloat16 ? Kernels<Pair>::read_outputs : Kernels<float>::read_outputs)(
         {packed, static_cast<TandemStorage>(storage)}, num_outputs, num_inputs, output);
 }
