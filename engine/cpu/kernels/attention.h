@@ -62,11 +62,7 @@ void score_pages(const Factor<Unit>* queries, long head_stride, const PagedHeads
             Tile<Rows, tile_vectors> sums = {};
             accumulate(sums, queries + head * head_stride, head_steps * factors_per_unit<Unit>, keys, page_tokens,
                        head_steps,
-                       [&](int step) TANDEM_INLINE_LAMBDA {
-#pragma GCC unroll 4
-                           for (int column = 0; column < tile_vectors; ++column)
-                               prefetch(values[column] + step * page_tokens);
-                       });
+                       [&](int step, int column) TANDEM_INLINE_LAMBDA { prefetch(values[column] + step * page_tokens); });
             float* scores = scratch.scores + head * Rows * scratch.stride + first_page * page_tokens;
             for (int row = 0; row < Rows; ++row)
                 for (int column = 0; column < tile_vectors; ++column)
@@ -114,10 +110,8 @@ void weigh_values(const Factor<Unit>* weights, long stride, const PagedHeads<Uni
         for (int column = 0; column < Columns; ++column) right[column] = values + column * num_lanes;
         const int num_steps = std::min(page_steps, (num_tokens - page * page_tokens + step_values - 1) / step_values);
         accumulate(tile, weights + page * page_steps * factors_per_unit<Unit>, stride, right, head_dim, num_steps,
-                   [&](int step) TANDEM_INLINE_LAMBDA {
-#pragma GCC unroll 4
-                       for (int column = 0; column < Columns; ++column)
-                           prefetch(ahead + step * head_dim + column * num_lanes);
+                   [&](int step, int column) TANDEM_INLINE_LAMBDA {
+                       prefetch(ahead + step * head_dim + column * num_lanes);
                    });
     }
     copy_tile(tile, sums);

@@ -151,21 +151,52 @@ TANDEM_INLINE void find_columns(const Unit* panels, int num_steps, const Unit* (
         columns[column] = panels + column / panel_vectors * panel_units + column % panel_vectors * num_lanes;
 }
 
-// From so many rows on, a step of a panel computes for longer than the processor looks ahead in a stream: asked for so
-// far ahead, weights come in 0.9 of the time; with fewer rows in up to 1.3 times (bench/results/2026-11-30-engine.md; what
-// holds without AVX-512, here and below: 2026-11-30-engine-avx2.md).
-constexpr int least_rows_ahead = TANDEM_AVX512 ? 7 : 3, bytes_ahead = 8192;
-static_assert(panel_columns * sizeof(Pair) == 2 * line_bytes, "prefetch_ahead asks for what one step takes");
+struct FetchNothing {
+    TANDEM_INLINE void operator()(int, int) const {}
+};
 
-// Asks for what lies `Ahead` bytes behind a panel's step; 0: for nothing.
+// Asks for what lies `Ahead` bytes behind a panel's step.
 template <class Unit, int Ahead>
 struct FetchAhead {
-    const Unit* panel = nullptr;
+    static_assert(panel_columns * sizeof(Unit) == 2 * line_bytes, "prefetch_ahead asks for what one step takes");
+    const Unit* panel;
 
-    TANDEM_INLINE void operator()(int step) const {
-        if constexpr (Ahead > 0) prefetch_ahead<Ahead>(panel + step * panel_columns);
+    TANDEM_INLINE void operator()(int step, int column) const {
+        if (column == 0) prefetch_ahead<Ahead>(panel + step * panel_columns);
     }
 };
+
+// Asks for the next panel while this one is passed over again and again, for each column of `NumTiles` tiles: each pass asks
+// for its share, so that none waits for memory while others only compute.
+template <class Unit, int NumTiles>
+struct FetchNext {
+    static constexpr int step_units = num_lanes / NumTiles;
+    const Unit* first;
+    long column_units;
+
+    FetchNext(const Unit* panel, int num_steps, int tile)
+        : first(panel + (static_cast<long>(num_steps) * panel_columns) * (NumTiles + tile) / NumTiles),
+          column_units(static_cast<long>(num_steps) * step_units) {}
+
+    TANDEM_INLINE void operator()(int step, int column) const {
+        prefetch(first + column * column_units + step * step_units);
+    }
+};
+
+// What fetches weights for one tile of `Rows`. From some rows on, a step of a panel computes for longer than the processor
+// looks ahead in a stream: asked for ahead, weights come in 0.9 of the time; with fewer rows in up to 1.3 times
+// (bench/results/2026-11-30-engine.md; without AVX-512: 0.8 to 0.9, 2026-11-30-engine-avx2.md).
+template <int Rows, class Unit>
+TANDEM_INLINE auto fetch_for_one_tile(const Unit* panel, int num_steps) {
+    if constexpr (!holds_columns(Rows, panel_vectors))
+        return FetchNext<Unit, 1>(panel, num_steps, 0);
+    else if constexpr (TANDEM_AVX512 && Rows >= 7)
+        return FetchAhead<Unit, 8192>{panel};
+    else if constexpr (!TANDEM_AVX512 && values_per_unit<Unit> == 2)
+        return FetchAhead<Unit, 1536>{panel};
+    else
+        return FetchNothing{};
+}
 
 // So many rows, at most, are multiplied by blocks that are unpacked on the way: in 0.84 to 0.98 of the time that it takes by
 // way of memory. 10 and 12 rows leave too few registers: 1.07 and 1.14 (bench/results/2026-11-30-engine.md). Without AVX-512:
@@ -175,12 +206,12 @@ constexpr int max_block_rows = TANDEM_AVX512 ? 8 : 2;
 // All outputs of a few rows, which share one high tile: a panel's products hide the wait for the next.
 template <int Rows, class Unit, class Finish>
 void multiply_few(const Factor<Unit>* left, long left_stride, const FloatPanels<Unit>& panels, Finish finish) {
-    constexpr int ahead = Rows >= least_rows_ahead ? bytes_ahead : 0;
     for (int panel = 0; panel < panels.num_panels; ++panel) {
         const Unit* right[panel_vectors];
         find_columns(panels.steps(static_cast<long>(panel) * panels.num_steps, panels.num_steps), panels.num_steps, right);
         Tile<Rows, panel_vectors> sums = {};
-        accumulate(sums, left, left_stride, right, panel_columns, panels.num_steps, FetchAhead<Unit, ahead>{right[0]});
+        accumulate(sums, left, left_stride, right, panel_columns, panels.num_steps,
+                   fetch_for_one_tile<Rows>(right[0], panels.num_steps));
         finish(sums, 0, panel * panel_columns);
     }
 }
@@ -198,7 +229,7 @@ void multiply_few(const Unit* left, long left_stride, const BlockPanels<Unit>& p
             for (int step = 0; step < panels.num_steps; step += block_steps<Unit>) {
                 const Unit* right[panel_vectors];
                 find_columns(panels.steps(first_step + step, block_steps<Unit>), block_steps<Unit>, right);
-                accumulate(sums, left + step, left_stride, right, panel_columns, block_steps<Unit>, FetchAhead<Unit, 0>{});
+                accumulate(sums, left + step, left_stride, right, panel_columns, block_steps<Unit>, FetchNothing{});
             }
         }
         finish(sums, 0, panel * panel_columns);
@@ -208,7 +239,7 @@ void multiply_few(const Unit* left, long left_stride, const BlockPanels<Unit>& p
 // 0.91 of the time of wide tiles with 16 rows, 0.97 with 32 (same file).
 constexpr int max_several_rows = (TANDEM_AVX512 ? 3 : 12) * max_high_tile_rows;
 
-// All outputs of rows that a few high tiles hold, from floats. The first tile's products hide the wait for what is next.
+// All outputs of rows that a few high tiles hold, from floats.
 template <class Unit, class Finish>
 void multiply_several(const Factor<Unit>* left, long left_stride, int num_rows, const FloatPanels<Unit>& panels,
                       Finish finish) {
@@ -217,12 +248,20 @@ void multiply_several(const Factor<Unit>* left, long left_stride, int num_rows, 
         find_columns(panels.steps(static_cast<long>(panel) * panels.num_steps, panels.num_steps), panels.num_steps, right);
         visit_parts<max_high_tile_rows>(num_rows, [&](auto rows, int first_row) TANDEM_INLINE_LAMBDA {
             Tile<decltype(rows)::value, panel_vectors> sums = {};
-            const Factor<Unit>* part = left + first_row * left_stride;
-            if (first_row == 0)
-                accumulate(sums, part, left_stride, right, panel_columns, panels.num_steps,
-                           FetchAhead<Unit, bytes_ahead>{right[0]});
-            else
-                accumulate(sums, part, left_stride, right, panel_columns, panels.num_steps, FetchAhead<Unit, 0>{});
+            const auto sum_up = [&](auto fetch) TANDEM_INLINE_LAMBDA {
+                accumulate(sums, left + first_row * left_stride, left_stride, right, panel_columns, panels.num_steps, fetch);
+            };
+            if constexpr (holds_columns(max_high_tile_rows, panel_vectors)) {
+                if (first_row == 0)  // its products hide the wait for what is next
+                    sum_up(FetchAhead<Unit, 8192>{right[0]});
+                else
+                    sum_up(FetchNothing{});
+            } else {
+                if (first_row <= max_high_tile_rows)  // the first two tiles
+                    sum_up(FetchNext<Unit, 2>(right[0], panels.num_steps, first_row == 0 ? 0 : 1));
+                else
+                    sum_up(FetchNothing{});
+            }
             finish(sums, first_row, panel * panel_columns);
         });
     }
@@ -241,7 +280,7 @@ void multiply_many(const Factor<typename Panels::RightUnit>* left, long left_str
         visit_parts<max_tile_rows>(num_rows, [&](auto rows, int first_row) TANDEM_INLINE_LAMBDA {
             Tile<decltype(rows)::value, tile_vectors> sums = {};
             accumulate(sums, left + first_row * left_stride, left_stride, right, panel_columns, panels.num_steps,
-                       FetchAhead<Unit, 0>{});
+                       FetchNothing{});
             finish(sums, first_row, panel * panel_columns);
         });
     }

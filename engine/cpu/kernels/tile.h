@@ -55,31 +55,49 @@ TANDEM_INLINE void multiply_step(Tile<Rows, Columns>& tile, const Factor<Unit>* 
         }
 }
 
+// `accumulate`, all columns at a time.
+template <class Unit, int Rows, int Columns, class Fetch>
+TANDEM_INLINE void accumulate_columns(Tile<Rows, Columns>& tile, const Factor<Unit>* left, long left_stride,
+                                      const Unit* const (&right)[Columns], long right_stride, int num_steps,
+                                      Fetch&& fetch) {
+    for (int step = 0; step < num_steps; ++step) {
+        decltype(load(right[0])) columns[Columns];
+#pragma GCC unroll 4
+        for (int column = 0; column < Columns; ++column) {
+            fetch(step, column);
+            columns[column] = load(right[column] + step * right_stride);
+        }
+        multiply_step<Unit>(tile, left, left_stride, step, columns);
+    }
+}
+
+// `accumulate`, one column of many: sums of rows are `stride` apart. A function by itself, in which GCC finds registers for
+// all sums: among other loops it keeps some in memory.
+template <class Unit, int Rows, class Fetch>
+__attribute__((noinline)) void accumulate_column(Lanes* sums, int stride, const Factor<Unit>* left, long left_stride,
+                                                 const Unit* right, long right_stride, int num_steps, Fetch fetch) {
+    Tile<Rows, 1> tile;
+#pragma GCC unroll 12
+    for (int row = 0; row < Rows; ++row) tile[row][0] = sums[row * stride];
+    const Unit* const column[] = {right};
+    accumulate_columns(tile, left, left_stride, column, right_stride, num_steps, fetch);
+#pragma GCC unroll 12
+    for (int row = 0; row < Rows; ++row) sums[row * stride] = tile[row][0];
+}
+
 // tile[row][column] += sum over steps of left[row][step] * right[column][step].
 //   left: rows `left_stride` factors apart.   right[column]: sixteen units per step, steps `right_stride` units apart.
-//   fetch(step): asks, before a step, for memory that is needed later.
+//   fetch(step, column): asks, before a step of a column, for memory that is needed later.
 template <class Unit, int Rows, int Columns, class Fetch>
 TANDEM_INLINE void accumulate(Tile<Rows, Columns>& tile, const Factor<Unit>* left, long left_stride,
                               const Unit* const (&right)[Columns], long right_stride, int num_steps, Fetch&& fetch) {
     if constexpr (holds_columns(Rows, Columns)) {
-        for (int step = 0; step < num_steps; ++step) {
-            fetch(step);
-            decltype(load(right[0])) columns[Columns];
-#pragma GCC unroll 4
-            for (int column = 0; column < Columns; ++column) columns[column] = load(right[column] + step * right_stride);
-            multiply_step<Unit>(tile, left, left_stride, step, columns);
-        }
+        accumulate_columns(tile, left, left_stride, right, right_stride, num_steps, fetch);
     } else {
 #pragma GCC unroll 4
-        for (int column = 0; column < Columns; ++column) {
-            Tile<Rows, 1> part;
-            for (int row = 0; row < Rows; ++row) part[row][0] = tile[row][column];
-            const Unit* const one[] = {right[column]};
-            accumulate(part, left, left_stride, one, right_stride, num_steps, [&](int step) TANDEM_INLINE_LAMBDA {
-                if (column == 0) fetch(step);
-            });
-            for (int row = 0; row < Rows; ++row) tile[row][column] = part[row][0];
-        }
+        for (int column = 0; column < Columns; ++column)
+            accumulate_column<Unit, Rows>(&tile[0][column], Columns, left, left_stride, right[column], right_stride,
+                                          num_steps, [=](int step, int) TANDEM_INLINE_LAMBDA { fetch(step, column); });
     }
 }
 
