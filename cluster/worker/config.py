@@ -50,7 +50,8 @@ class WorkerSettings:
     max_decode_slowdown: float = 1000.0
     """How many times longer than its decodes alone an engine step may take for the prompts that share it; 1000: any."""
     unpack_weights: bool = False
-    """Hold quantised weights as floats: the same tokens, three times the memory, faster for batches of 4 and more."""
+    """Hold quantised weights as floats of `dtype`: three times the memory, faster for batches of 4 and more with
+    AVX-512. In bfloat16, other tokens on a processor without instructions for it."""
     adapters: Mapping[str, Path] = field(default_factory=dict)
     """LoRA adapters of the model, by the names that clients ask for: folders in PEFT's form, the same on each host."""
     redis_url: str | None = None

@@ -93,14 +93,17 @@ class _Step(ctypes.Structure):
     ]
 
 
+def block_dtype(instruction_set: str, dtype: torch.dtype) -> torch.dtype:
+    """What blocks are unpacked to in a model of `dtype`: float32 where nothing multiplies pairs of bfloat16."""
+    return dtype if instruction_set.endswith("bf16") else torch.float32
+
+
 class KernelLibrary:
     """A library that engine.cpu.build compiled."""
 
     def __init__(self, path: Path) -> None:
         functions = ctypes.CDLL(str(path))
         functions.tandem_instruction_set.restype = ctypes.c_char_p
-        functions.tandem_block_unit_values.argtypes = [ctypes.c_int]
-        functions.tandem_block_unit_values.restype = ctypes.c_int
         functions.tandem_create.argtypes = [ctypes.POINTER(_Model)]
         functions.tandem_create.restype = ctypes.c_void_p
         functions.tandem_destroy.argtypes = [ctypes.c_void_p]
@@ -109,11 +112,6 @@ class KernelLibrary:
         functions.tandem_run.restype = ctypes.c_int
         self.functions = functions
         self.instruction_set: str = functions.tandem_instruction_set().decode()
-
-    def block_unit_values(self, dtype: torch.dtype) -> int:
-        """How many neighbouring values of an output a unit of a block holds (packing.pack_matrix)."""
-        values: int = self.functions.tandem_block_unit_values(dtype == torch.bfloat16)
-        return values
 
 
 class KernelEngine:

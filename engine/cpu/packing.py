@@ -54,12 +54,12 @@ class PackedWeights:
     head: PackedMatrix
 
 
-def pack_weights(weights: StoredWeights, dtype: torch.dtype, block_unit_values: int) -> PackedWeights:
+def pack_weights(weights: StoredWeights, dtype: torch.dtype, block_dtype: torch.dtype) -> PackedWeights:
     """Copy all matrices, in the order of a forward pass, into one run of huge pages. See pack_matrix."""
     memory = HugeMemory(sum(_packed_bytes(matrix, dtype) for matrix in _matrices(weights)))
 
     def packed(matrix: Matrix) -> PackedMatrix:
-        return pack_matrix(matrix, dtype, memory, block_unit_values)
+        return pack_matrix(matrix, dtype, memory, block_dtype)
 
     layers = tuple(
         PackedLayer(
@@ -125,15 +125,15 @@ def pack_adapter(adapter: AdapterWeights, dtype: torch.dtype) -> tuple[PackedAda
     )
 
 
-def pack_matrix(matrix: Matrix, dtype: torch.dtype, memory: HugeMemory, block_unit_values: int) -> PackedMatrix:
+def pack_matrix(matrix: Matrix, dtype: torch.dtype, memory: HugeMemory, block_dtype: torch.dtype) -> PackedMatrix:
     """Pack [num_outputs, num_inputs], filled up with zeros to whole tiles of 64 outputs.
 
     The order is that of the units that a product takes: a unit is 4 bytes, one float32 input or two neighbouring
-    bfloat16 inputs of an output; [num_panels, num_steps, 32 outputs, values of a unit]. Blocks stay blocks, whose units
-    hold `block_unit_values` (KernelLibrary.block_unit_values).
+    bfloat16 inputs of an output; [num_panels, num_steps, 32 outputs, values of a unit]. Blocks stay blocks, in the
+    order of the units of `block_dtype` that they become.
     """
     if isinstance(matrix, QuantisedMatrix):
-        return PackedMatrix(_pack_blocks(matrix, block_unit_values, memory), matrix.kind)
+        return PackedMatrix(_pack_blocks(matrix, UNIT_BYTES // block_dtype.itemsize, memory), matrix.kind)
     return PackedMatrix(_pack_floats(matrix, dtype, memory))
 
 
@@ -156,10 +156,10 @@ def _pack_blocks(matrix: QuantisedMatrix, values_per_unit: int, memory: HugeMemo
     filled = QuantisedMatrix(matrix.kind, functional.pad(matrix.blocks, (0, 0, 0, 0, 0, missing)))
     kind, num_blocks = BLOCK_KINDS[matrix.kind], matrix.blocks.shape[1]
     packed = memory.tensor((num_panels, num_blocks, PANEL_COLUMNS * kind.block_bytes), torch.uint8)
-    factors = [filled.scales(), filled.minima()] if kind.has_minimum else [filled.scales()]
+    float16s = [filled.scales(), filled.minima()] if kind.has_minimum else [filled.scales()]
     first = 0
-    for factor in factors:
-        by_panel = factor.view(num_panels, PANEL_COLUMNS, num_blocks).transpose(1, 2).contiguous().view(torch.uint8)
+    for of_rows in float16s:
+        by_panel = of_rows.view(num_panels, PANEL_COLUMNS, num_blocks).transpose(1, 2).contiguous().view(torch.uint8)
         packed[..., first : first + by_panel.shape[-1]] = by_panel
         first += by_panel.shape[-1]
     num_steps = BLOCK_VALUES // values_per_unit

@@ -13,7 +13,7 @@ import torch
 from core.errors import BadRequest, InvariantBroken
 from engine.adapter import AdapterWeights, load_adapters
 from engine.cpu.build import KernelsUnavailable, build_library
-from engine.cpu.library import Int32Array, KernelEngine, KernelLibrary
+from engine.cpu.library import Int32Array, KernelEngine, KernelLibrary, block_dtype
 from engine.cpu.memory import HugeMemory
 from engine.cpu.packing import has_blocks, pack_adapter, pack_weights, pad_columns
 from engine.dtypes import DTYPES, require_dtype
@@ -56,15 +56,15 @@ class CpuModelRunner:
         self.max_context_tokens = config.max_context_tokens
         self.geometry = config.kv_geometry(block_size, DTYPES[dtype].itemsize)
         self.kv_layout = KV_LAYOUTS[dtype]
-        block_unit_values = library.block_unit_values(DTYPES[dtype])
-        exact_blocks = dtype == "bfloat16" and block_unit_values == 1 and has_blocks(weights)
-        self.numeric_class = _numeric_class(library.instruction_set, dtype, exact_blocks=exact_blocks)
+        blocks_as = block_dtype(library.instruction_set, DTYPES[dtype])
+        unrounded = blocks_as != DTYPES[dtype] and has_blocks(weights)
+        self.numeric_class = _numeric_class(library.instruction_set, dtype, unrounded=unrounded)
         self._kv_pool = HugeMemory(num_blocks * self.geometry.block_bytes).tensor(
             (num_blocks, config.num_layers, 2, config.num_kv_heads, block_size * config.head_dim), DTYPES[dtype]
         )
         packed_adapters = [pack_adapter(adapter, DTYPES[dtype]) for adapter in (adapters or {}).values()]
         self._adapters = {"": -1} | {digest: index for index, digest in enumerate(adapters or {})}
-        packed = pack_weights(weights, DTYPES[dtype], block_unit_values)
+        packed = pack_weights(weights, DTYPES[dtype], blocks_as)
         self._engine = KernelEngine(library, config, packed, self._kv_pool, packed_adapters)
         self._logits = torch.empty((0, pad_columns(config.vocab_size)))
 
@@ -186,12 +186,12 @@ def require_supported(config: ModelConfig, dtype: str, block_size: int) -> None:
             raise KernelsUnavailable(f"{name} {getattr(config, name)} is no multiple of {NUM_LANES}")
 
 
-def _numeric_class(instruction_set: str, dtype: str, *, exact_blocks: bool) -> str:
+def _numeric_class(instruction_set: str, dtype: str, *, unrounded: bool) -> str:
     """float32 results do not depend on whether bfloat16 instructions are there; bfloat16 results depend on whether
     blocks are rounded to it (kernels/quantised.h)."""
     if dtype == "float32":
         instruction_set = instruction_set.removesuffix("bf16")
-    return f"cpu-{instruction_set}-{dtype}{'-blocks' if exact_blocks else ''}"
+    return f"cpu-{instruction_set}-{dtype}{'-blocks' if unrounded else ''}"
 
 
 def _flat(rows: Sequence[tuple[int, ...]]) -> Int32Array:

@@ -60,9 +60,9 @@ void score_pages(const Factor<Unit>* queries, long head_stride, const PagedHeads
                 values[column] = heads.values(page, head);
             }
             Tile<Rows, tile_vectors> sums = {};
-            accumulate(sums, queries + head * head_stride, head_steps * factors_per_unit<Unit>, keys, page_tokens,
-                       head_steps,
-                       [&](int step, int column) TANDEM_INLINE_LAMBDA { prefetch(values[column] + step * page_tokens); });
+            accumulate(
+                sums, queries + head * head_stride, head_steps * factors_per_unit<Unit>, keys, page_tokens, head_steps,
+                [&](int step, int column) TANDEM_INLINE_LAMBDA { prefetch(values[column] + step * page_tokens); });
             float* scores = scratch.scores + head * Rows * scratch.stride + first_page * page_tokens;
             for (int row = 0; row < Rows; ++row)
                 for (int column = 0; column < tile_vectors; ++column)
@@ -127,18 +127,17 @@ void weigh_values(const Factor<Unit>* weights, long stride, const PagedHeads<Uni
 // are taken after one another and four pages in turn: four streams come faster than one
 // (bench/results/2026-11-30-engine.md).
 template <class Unit, int Rows>
-void attend_tile(const Factor<Unit>* queries, long head_stride, const PagedHeads<Unit>& heads, const PagedHeads<Unit>& next,
-                 const int (&num_visible)[Rows], const AttentionScratch& scratch,
-                 Factor<Unit>* const (&outputs)[Rows],
-                 long output_stride) {
+void attend_tile(const Factor<Unit>* queries, long head_stride, const PagedHeads<Unit>& heads,
+                 const PagedHeads<Unit>& next, const int (&num_visible)[Rows], const AttentionScratch& scratch,
+                 Factor<Unit>* const (&outputs)[Rows], long output_stride) {
     const int head_dim = heads.pool->head_dim, num_vectors = head_dim / num_lanes;
     const float scale = 1.0f / std::sqrt(static_cast<float>(head_dim));
     score_pages<Unit, Rows>(queries, head_stride, heads, scratch);
     auto* weights = reinterpret_cast<Factor<Unit>*>(scratch.probabilities);
     float inverse_sums[max_bunch_rows];
     for (int row = 0; row < heads.num_heads * Rows; ++row)
-        inverse_sums[row] = soften<Unit>(scratch.scores + row * scratch.stride, num_visible[row % Rows], heads.num_pages,
-                                   scale, weights + row * scratch.stride);
+        inverse_sums[row] = soften<Unit>(scratch.scores + row * scratch.stride, num_visible[row % Rows],
+                                         heads.num_pages, scale, weights + row * scratch.stride);
     const int num_tokens = *std::max_element(num_visible, num_visible + Rows);
     std::fill_n(scratch.sums, heads.num_heads * Rows * num_vectors, Lanes{});
     const auto visit_sums = [&](int head, auto&& visit) TANDEM_INLINE_LAMBDA {
@@ -188,8 +187,8 @@ void attend(const KvPool<Unit>& pool, int layer, const Run& run, const Run* next
     const int bunch = num_rows > max_tile_rows ? 1 : std::min(max_bunch_rows / num_rows, pool.num_kv_heads);
     for (int first_head = 0; first_head < pool.num_kv_heads; first_head += bunch) {
         const int next_head = std::min(first_head + bunch, pool.num_kv_heads);
-        PagedHeads<Unit> next{&pool, run.block_ids, layer, next_head, std::min(bunch, pool.num_kv_heads - next_head),
-                              run.num_pages()};
+        PagedHeads<Unit> next{
+            &pool, run.block_ids, layer, next_head, std::min(bunch, pool.num_kv_heads - next_head), run.num_pages()};
         if (next_head == pool.num_kv_heads) {
             next.num_pages = 0;
             if (next_run) next = {&pool, next_run->block_ids, layer, 0, bunch, next_run->num_pages()};
@@ -203,10 +202,10 @@ void attend(const KvPool<Unit>& pool, int layer, const Run& run, const Run* next
                 num_visible[row] = run.first_position + token + 1;
                 row_outputs[row] = outputs + (run.first_row + token) * output_stride + head * head_factors;
             }
-            const PagedHeads<Unit> heads{&pool, run.block_ids, layer, first_head, next_head - first_head,
-                                         pages_for(num_visible[Rows - 1])};
-            attend_tile(queries + first_head * head_stride + (run.first_row * group + first) * head_factors, head_stride,
-                        heads, next, num_visible, scratch, row_outputs, group * head_factors);
+            const PagedHeads<Unit> heads{&pool,      run.block_ids,          layer,
+                                         first_head, next_head - first_head, pages_for(num_visible[Rows - 1])};
+            attend_tile(queries + first_head * head_stride + (run.first_row * group + first) * head_factors,
+                        head_stride, heads, next, num_visible, scratch, row_outputs, group * head_factors);
             next.num_pages = 0;  // fetched by the first tile
         });
     }

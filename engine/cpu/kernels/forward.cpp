@@ -1,7 +1,7 @@
-// The forward pass of the decoder families (engine/models) over a paged KV pool, and the plain C interface that Python calls.
+// The forward pass of the decoder families (engine/models) over a paged KV pool, and the plain C interface for Python.
 //
 // Residual stream, norms, rotation, softmax and logits are float32 in either dtype; matrix operands and KV are in the
-// model's dtype. Source: Llama, arXiv:2302.13971.
+// model's dtype (blocks: quantised.h). Source: Llama, arXiv:2302.13971.
 #include <algorithm>
 #include <memory>
 #include <new>
@@ -153,8 +153,8 @@ class UnitEngine final : public Engine {
         }
     }
 
-    // The last layer: keys and values of all tokens, but the rest only of those whose logits are wanted. Their rows come to
-    // stand one after another at the head of the residual stream, each where it stood or further ahead.
+    // The last layer: keys and values of all tokens, but the rest only of those whose logits are wanted. Their rows
+    // come to stand one after another at the head of the residual stream, each where it stood or further ahead.
     void finish_last_layer(const TandemStep& step, int num_tokens) {
         const int layer = model_.num_layers - 1;
         int num_kept = 0;
@@ -171,8 +171,8 @@ class UnitEngine final : public Engine {
                     const Run& run = *std::find_if(first_run, last_run, [row](const Run& candidate) {
                         return row < candidate.first_row + candidate.num_rows;
                     });
-                    kept_runs_.push_back({row, 1, run.first_position + row - run.first_row, run.block_ids,
-                                          run.adapter});
+                    kept_runs_.push_back(
+                        {row, 1, run.first_position + row - run.first_row, run.block_ids, run.adapter});
                     std::memmove(residual_ + num_kept++ * hidden_stride_, residual + row * hidden_stride_,
                                  hidden_stride_ * sizeof(float));
                 }
@@ -215,8 +215,8 @@ class UnitEngine final : public Engine {
     void add_attended(int layer, float* residual, int num_rows, const Run* first_run, const Run* last_run) {
         multiply(attended_, factors(query_size_), num_rows,
                  matrix(layers_[layer].output, model_.hidden_size, query_size_), AddSums{residual, hidden_stride_});
-        add_adapted(layer, &TandemAdapterLayer::output, first_run, last_run, attended_, factors(query_size_), query_size_,
-                    residual, hidden_stride_, model_.hidden_size);
+        add_adapted(layer, &TandemAdapterLayer::output, first_run, last_run, attended_, factors(query_size_),
+                    query_size_, residual, hidden_stride_, model_.hidden_size);
     }
 
     // As above.
@@ -231,10 +231,10 @@ class UnitEngine final : public Engine {
             multiply(operands_, factors(hidden_stride_), num_rows, gate_up, StoreSums{gate_up_, gate_up_stride_});
             add_adapted(layer, &TandemAdapterLayer::gate_up, first_run, last_run, operands_, factors(hidden_stride_),
                         model_.hidden_size, gate_up_, gate_up_stride_, 2 * model_.intermediate_size);
-            for (int row = 0; row < num_rows; ++row) gate(gate_up_ + row * gate_up_stride_, gated_ + row * gated_stride);
+            for (int row = 0; row < num_rows; ++row)
+                gate(gate_up_ + row * gate_up_stride_, gated_ + row * gated_stride);
         }
-        multiply(gated_, gated_stride, num_rows,
-                 matrix(weights.down, model_.hidden_size, model_.intermediate_size),
+        multiply(gated_, gated_stride, num_rows, matrix(weights.down, model_.hidden_size, model_.intermediate_size),
                  AddSums{residual, hidden_stride_});
         add_adapted(layer, &TandemAdapterLayer::down, first_run, last_run, gated_, gated_stride,
                     model_.intermediate_size, residual, hidden_stride_, model_.hidden_size);
@@ -247,7 +247,7 @@ class UnitEngine final : public Engine {
                                 swiglu(load(gate_up + 2 * index), load(gate_up + 2 * index + num_lanes)));
     }
 
-    // Add to a projection of `inputs` what the runs' adapters make of them. Neighbours with one adapter share its products.
+    // Add to a projection of `inputs` what the runs' adapters make of them; neighbours with one adapter share products.
     void add_adapted(int layer, TandemLowRank TandemAdapterLayer::*projection, const Run* first_run,
                      const Run* last_run, const Factor<Unit>* inputs, long input_stride, int num_inputs, float* outputs,
                      long output_stride, int num_outputs) {
@@ -256,7 +256,8 @@ class UnitEngine final : public Engine {
             int num_rows = 0;
             for (; run != last_run && run->adapter == adapter; ++run) num_rows += run->num_rows;
             if (adapter < 0) continue;
-            const TandemLowRank& pair = adapter_layers_[static_cast<long>(adapter) * model_.num_layers + layer].*projection;
+            const TandemLowRank& pair =
+                adapter_layers_[static_cast<long>(adapter) * model_.num_layers + layer].*projection;
             if (pair.rank == 0) continue;
             multiply(inputs + first_row * input_stride, input_stride, num_rows,
                      matrix(pair.shrink, pair.rank, num_inputs), StoreFactors<Unit>{shrunk_, shrunk_stride_});
@@ -272,7 +273,8 @@ class UnitEngine final : public Engine {
         const int position = run.first_position + row, block_row = run.first_row + row;
         float* projected = projected_ + block_row * qkv_stride_;
         if (weights.qkv_bias)
-            for (int index = 0; index < query_size_ + 2 * kv_size_; ++index) projected[index] += weights.qkv_bias[index];
+            for (int index = 0; index < query_size_ + 2 * kv_size_; ++index)
+                projected[index] += weights.qkv_bias[index];
         for (int head = 0; head < model_.num_heads; ++head) {
             place_head(projected + head * head_dim, weights.query_norm, position);
             const long query_row = (static_cast<long>(head / group_) * block_rows + block_row) * group_ + head % group_;
@@ -309,7 +311,7 @@ class UnitEngine final : public Engine {
     void normalise_rows(const float* residual, const float* scale, int num_rows) {
         for (int row = 0; row < num_rows; ++row)
             normalise<Unit>(residual + row * hidden_stride_, scale, model_.hidden_size, model_.rms_norm_eps,
-                      operands_ + row * factors(hidden_stride_));
+                            operands_ + row * factors(hidden_stride_));
     }
 
     // A row that is finite comes to finite logits: it is normalised before the last product.
@@ -326,12 +328,13 @@ class UnitEngine final : public Engine {
             const int num_rows = std::min(block_rows, step.num_logit_rows - first);
             if (step.only_probes) {
                 for (int row = 0; row < num_rows; ++row)
-                    step.greedy_ids[first + row] = is_finite(residual_ + kept_rows_[first + row] * hidden_stride_) ? 0 : -1;
+                    step.greedy_ids[first + row] =
+                        is_finite(residual_ + kept_rows_[first + row] * hidden_stride_) ? 0 : -1;
                 continue;
             }
             for (int row = 0; row < num_rows; ++row)
                 normalise<Unit>(residual_ + kept_rows_[first + row] * hidden_stride_, model_.final_norm,
-                          model_.hidden_size, model_.rms_norm_eps, operands_ + row * factors(hidden_stride_));
+                                model_.hidden_size, model_.rms_norm_eps, operands_ + row * factors(hidden_stride_));
             float* logits = step.logits + first * logits_stride;
             multiply(operands_, factors(hidden_stride_), num_rows, head, StoreSums{logits, logits_stride});
             for (int row = 0; row < num_rows; ++row)
@@ -368,11 +371,6 @@ extern "C" {
 
 // "avx512bf16", "avx512", "avx2" or "portable": results of different sets may differ in the last bit.
 const char* tandem_instruction_set() { return tandem::instruction_set; }
-
-// How many neighbouring values of an output a unit of a block holds: 2 where pairs of bfloat16 are multiplied.
-int tandem_block_unit_values(int is_bfloat16) {
-    return is_bfloat16 ? tandem::values_per_factor<tandem::Pair> : tandem::values_per_factor<float>;
-}
 
 // The model's struct is copied; what it points to must outlive the engine. Null where memory is short.
 void* tandem_create(const TandemModel* model) try {

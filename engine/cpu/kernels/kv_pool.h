@@ -1,7 +1,7 @@
 // Where the keys and values of a token lie in the paged pool.
 //
-// The pool is [block][layer][2: keys, values][kv_head][page]: a block is one run of bytes, so a hand-off moves it whole.
-// A page holds 16 tokens of one head, in units of the dtype:
+// The pool is [block][layer][2: keys, values][kv_head][page]: a block is one run of bytes, so a hand-off moves it
+// whole. A page holds 16 tokens of one head, in units of the dtype:
 //   keys    [head_dim units][16 tokens]: one load takes the same unit of 16 tokens, so 16 scores grow side by side;
 //   values  [16 tokens' units][head_dim]: a unit holds one dimension of one float32 token or of two bfloat16 tokens.
 #pragma once

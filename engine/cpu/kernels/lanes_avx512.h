@@ -67,7 +67,9 @@ TANDEM_INLINE Lanes load_float16(const std::uint16_t* from) { return _mm512_cvtp
 #if TANDEM_PAIR_PRODUCTS
 // Rounded to bfloat16, ties to even: sixteen values, or two times sixteen that are neighbours.
 TANDEM_INLINE LaneHalves round_to_bfloat16(Lanes lanes) { return (LaneHalves)_mm512_cvtneps_pbh(lanes); }
-TANDEM_INLINE LaneBits round_to_pairs(Lanes first, Lanes second) { return (LaneBits)_mm512_cvtne2ps_pbh(second, first); }
+TANDEM_INLINE LaneBits round_to_pairs(Lanes first, Lanes second) {
+    return (LaneBits)_mm512_cvtne2ps_pbh(second, first);
+}
 
 // Each of the first, or last, eight lanes twice.
 TANDEM_INLINE Lanes double_lower_half(Lanes lanes) {

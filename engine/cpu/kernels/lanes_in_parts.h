@@ -1,5 +1,5 @@
-// Sixteen lanes in registers of eight (AVX2) or four (any machine), as one value: GCC keeps a vector that is wider than the
-// registers in memory.
+// Sixteen lanes in registers of eight (AVX2) or four (any machine), as one value: GCC keeps a vector that is wider than
+// the registers in memory.
 #pragma once
 
 #include "units.h"
@@ -21,7 +21,8 @@ constexpr int part_lanes = TANDEM_AVX2 ? 8 : 4, num_parts = num_lanes / part_lan
 template <class Value>
 struct InParts {
     typedef Value Part __attribute__((vector_size(part_lanes * sizeof(Value))));
-    typedef Value PartInMemory __attribute__((vector_size(part_lanes * sizeof(Value)), aligned(sizeof(Value)), may_alias));
+    typedef Value PartInMemory
+        __attribute__((vector_size(part_lanes * sizeof(Value)), aligned(sizeof(Value)), may_alias));
 
     Part parts[num_parts];
 
@@ -53,12 +54,14 @@ struct InParts {
     template <class Combine>
     static TANDEM_INLINE InParts combined(const InParts& one, const InParts& other, Combine&& combine) {
         InParts lanes;
-        each_part([&](int part) TANDEM_INLINE_LAMBDA { lanes.parts[part] = combine(one.parts[part], other.parts[part]); });
+        each_part([&](int part) TANDEM_INLINE_LAMBDA {
+            lanes.parts[part] = combine(one.parts[part], other.parts[part]);
+        });
         return lanes;
     }
 
-#define TANDEM_OPERATOR(op)                                                                                  \
-    friend TANDEM_INLINE InParts operator op(const InParts& one, const InParts& other) {                     \
+#define TANDEM_OPERATOR(op)                                                                                    \
+    friend TANDEM_INLINE InParts operator op(const InParts& one, const InParts& other) {                       \
         return combined(one, other, [](Part left, Part right) TANDEM_INLINE_LAMBDA { return left op right; }); \
     }
     TANDEM_OPERATOR(+)
@@ -110,9 +113,8 @@ TANDEM_INLINE LaneBits widen_bits(const LaneHalves& halves) {
 }
 
 TANDEM_INLINE LaneHalves narrow_bits(const LaneBits& bits) {
-    return converted<LaneHalves>(bits, [](LaneBits::Part part) TANDEM_INLINE_LAMBDA {
-        return __builtin_convertvector(part, LaneHalves::Part);
-    });
+    return converted<LaneHalves>(
+        bits, [](LaneBits::Part part) TANDEM_INLINE_LAMBDA { return __builtin_convertvector(part, LaneHalves::Part); });
 }
 
 TANDEM_INLINE LaneBits broadcast(Pair value) { return value; }

@@ -12,12 +12,10 @@ static_assert(tile_columns % (tile_vectors * num_lanes) == 0);
 
 constexpr int pad_columns(int count) { return (count + tile_columns - 1) / tile_columns * tile_columns; }
 
-// A weight matrix [num_outputs, num_inputs] in panels of 32 outputs, filled up with zeros (engine/cpu/packing.py packs it):
-// [num_panels][num_steps][32 outputs] units.
+// A weight matrix [num_outputs, num_inputs] in panels of 32 outputs, filled up with zeros (engine/cpu/packing.py packs
+// it): [num_panels][num_steps][32 outputs] units.
 template <class Unit>
 struct FloatPanels {
-    using RightUnit = Unit;
-    static constexpr bool are_floats = true;
     const Unit* units;
     int num_panels, num_steps;
 
@@ -26,15 +24,15 @@ struct FloatPanels {
           num_panels(pad_columns(num_outputs) / panel_columns),
           num_steps((num_inputs + values_per_unit<Unit> - 1) / values_per_unit<Unit>) {}
 
-    // From step `first_step` on, where the steps of a panel follow those of the one before.
-    TANDEM_INLINE const Unit* steps(long first_step, long) const { return units + first_step * panel_columns; }
+    // [count][32 outputs] units from step `first_step` on, where the steps of a panel follow those of the one before.
+    TANDEM_INLINE const Unit* steps(long first_step, long /* count */) const {
+        return units + first_step * panel_columns;
+    }
 };
 
 // The same from blocks (quantised.h).
 template <class Unit>
 struct BlockPanels {
-    using RightUnit = Unit;
-    static constexpr bool are_floats = false;
     TandemMatrix stored;
     int num_panels, num_steps;
     Unit* scratch;  // room for a wide tile's panels
@@ -46,10 +44,11 @@ struct BlockPanels {
           scratch(unpacked) {}
 
     TANDEM_INLINE const char* block(long first_step) const {
-        return static_cast<const char*>(stored.data) + first_step / block_steps<Unit> * packed_block_bytes(stored.storage);
+        return static_cast<const char*>(stored.data) +
+               first_step / block_steps<Unit> * packed_block_bytes(stored.storage);
     }
 
-    // [count][32 outputs] units from step `first_step` on, good until the next call.
+    // The same, good until the next call.
     TANDEM_INLINE const Unit* steps(long first_step, long count) const {
         unpack_blocks<Unit>(stored.storage, block(first_step), count / block_steps<Unit>, scratch);
         return scratch;
@@ -78,19 +77,8 @@ struct PackedMatrix {
 };
 
 // What becomes of a finished tile: `sums` are outputs [first_column, + 16 * Columns) of rows from `first_row` on.
-struct StoreSums {
-    float* output;
-    long stride;  // floats between rows
 
-    template <int Rows, int Columns>
-    TANDEM_INLINE void operator()(Tile<Rows, Columns>& sums, int first_row, int first_column) const {
-        for (int row = 0; row < Rows; ++row)
-            for (int column = 0; column < Columns; ++column)
-                store(output + (first_row + row) * stride + first_column + column * num_lanes, sums[row][column]);
-    }
-};
-
-// As the left side of the next product.
+// The left side of the next product.
 template <class Unit>
 struct StoreFactors {
     Factor<Unit>* output;
@@ -100,11 +88,13 @@ struct StoreFactors {
     TANDEM_INLINE void operator()(Tile<Rows, Columns>& sums, int first_row, int first_column) const {
         for (int row = 0; row < Rows; ++row)
             for (int column = 0; column < Columns; ++column)
-                store_factors<Unit>(output + (first_row + row) * stride +
-                                        (first_column + column * num_lanes) / values_per_factor<Unit>,
-                                    sums[row][column]);
+                store_factors<Unit>(
+                    output + (first_row + row) * stride + (first_column + column * num_lanes) / values_per_factor<Unit>,
+                    sums[row][column]);
     }
 };
+
+using StoreSums = StoreFactors<float>;
 
 struct AddSums {
     float* output;
@@ -143,31 +133,35 @@ struct StoreSwiglu {
     }
 };
 
-// Where each of a tile's columns begins in panels of `num_steps` steps.
-template <class Unit, int Columns>
-TANDEM_INLINE void find_columns(const Unit* panels, int num_steps, const Unit* (&columns)[Columns]) {
-    const long panel_units = static_cast<long>(num_steps) * panel_columns;
+// Where each of a tile's columns begins, from panel `panel` on.
+template <template <class> class Panels, class Unit, int Columns>
+TANDEM_INLINE void find_columns(const Panels<Unit>& panels, int panel, const Unit* (&columns)[Columns]) {
+    const long num_steps = panels.num_steps;
+    const Unit* units = panels.steps(panel * num_steps, Columns / panel_vectors * num_steps);
     for (int column = 0; column < Columns; ++column)
-        columns[column] = panels + column / panel_vectors * panel_units + column % panel_vectors * num_lanes;
+        columns[column] =
+            units + column / panel_vectors * num_steps * panel_columns + column % panel_vectors * num_lanes;
 }
 
 struct FetchNothing {
     TANDEM_INLINE void operator()(int, int) const {}
 };
 
-// Asks for what lies `Ahead` bytes behind a panel's step.
-template <class Unit, int Ahead>
+constexpr int bytes_ahead = TANDEM_AVX512 ? 8192 : 1536;
+
+// Asks for what lies so far past a panel's step.
+template <class Unit>
 struct FetchAhead {
     static_assert(panel_columns * sizeof(Unit) == 2 * line_bytes, "prefetch_ahead asks for what one step takes");
     const Unit* panel;
 
     TANDEM_INLINE void operator()(int step, int column) const {
-        if (column == 0) prefetch_ahead<Ahead>(panel + step * panel_columns);
+        if (column == 0) prefetch_ahead<bytes_ahead>(panel + step * panel_columns);
     }
 };
 
-// Asks for the next panel while this one is passed over again and again, for each column of `NumTiles` tiles: each pass asks
-// for its share, so that none waits for memory while others only compute.
+// Asks for the next panel while this one is passed over again and again, for each column of `NumTiles` tiles: each pass
+// asks for its share, so that none waits for memory while others only compute.
 template <class Unit, int NumTiles>
 struct FetchNext {
     static constexpr int step_units = num_lanes / NumTiles;
@@ -175,7 +169,7 @@ struct FetchNext {
     long column_units;
 
     FetchNext(const Unit* panel, int num_steps, int tile)
-        : first(panel + (static_cast<long>(num_steps) * panel_columns) * (NumTiles + tile) / NumTiles),
+        : first(panel + static_cast<long>(num_steps) * panel_columns * (NumTiles + tile) / NumTiles),
           column_units(static_cast<long>(num_steps) * step_units) {}
 
     TANDEM_INLINE void operator()(int step, int column) const {
@@ -183,24 +177,23 @@ struct FetchNext {
     }
 };
 
-// What fetches weights for one tile of `Rows`. From some rows on, a step of a panel computes for longer than the processor
-// looks ahead in a stream: asked for ahead, weights come in 0.9 of the time; with fewer rows in up to 1.3 times
-// (bench/results/2026-11-30-engine.md; without AVX-512: 0.8 to 0.9, 2026-11-30-engine-avx2.md).
-template <int Rows, class Unit>
-TANDEM_INLINE auto fetch_for_one_tile(const Unit* panel, int num_steps) {
-    if constexpr (!holds_columns(Rows, panel_vectors))
-        return FetchNext<Unit, 1>(panel, num_steps, 0);
-    else if constexpr (TANDEM_AVX512 && Rows >= 7)
-        return FetchAhead<Unit, 8192>{panel};
-    else if constexpr (!TANDEM_AVX512 && values_per_unit<Unit> == 2)
-        return FetchAhead<Unit, 1536>{panel};
+// What fetches weights in one of the `NumTiles` tiles that do. With AVX-512, from 7 rows on, a step of a panel computes
+// for longer than the processor looks ahead in a stream: weights come in 0.9 of the time, with fewer rows in up to 1.3
+// times (bench/results/2026-11-30-engine.md). Without: 0.77 to 0.9, but in float32 with a row or two
+// (2026-11-30-engine-avx2.md).
+template <int Rows, int NumTiles, class Unit>
+TANDEM_INLINE auto fetch_for(const Unit* panel, int num_steps, int tile) {
+    if constexpr (NumTiles > 1 || !holds_columns(Rows, panel_vectors))
+        return FetchNext<Unit, NumTiles>(panel, num_steps, tile);
+    else if constexpr (TANDEM_AVX512 ? Rows >= 7 : values_per_unit<Unit> == 2)
+        return FetchAhead<Unit>{panel};
     else
         return FetchNothing{};
 }
 
-// So many rows, at most, are multiplied by blocks that are unpacked on the way: in 0.84 to 0.98 of the time that it takes by
-// way of memory. 10 and 12 rows leave too few registers: 1.07 and 1.14 (bench/results/2026-11-30-engine.md). Without AVX-512:
-// as many as have their sums in registers; not timed beside others.
+// So many rows, at most, are multiplied by blocks that are unpacked on the way: in 0.84 to 0.98 of the time that it
+// takes by way of memory. 10 and 12 rows leave too few registers: 1.07 and 1.14 (bench/results/2026-11-30-engine.md).
+// Without AVX-512: 0.88 with 2 rows, 1.2 with 4 (2026-11-30-engine-avx2.md).
 constexpr int max_block_rows = TANDEM_AVX512 ? 8 : 2;
 
 // All outputs of a few rows, which share one high tile: a panel's products hide the wait for the next.
@@ -208,10 +201,10 @@ template <int Rows, class Unit, class Finish>
 void multiply_few(const Factor<Unit>* left, long left_stride, const FloatPanels<Unit>& panels, Finish finish) {
     for (int panel = 0; panel < panels.num_panels; ++panel) {
         const Unit* right[panel_vectors];
-        find_columns(panels.steps(static_cast<long>(panel) * panels.num_steps, panels.num_steps), panels.num_steps, right);
+        find_columns(panels, panel, right);
         Tile<Rows, panel_vectors> sums = {};
         accumulate(sums, left, left_stride, right, panel_columns, panels.num_steps,
-                   fetch_for_one_tile<Rows>(right[0], panels.num_steps));
+                   fetch_for<Rows, 1>(right[0], panels.num_steps, 0));
         finish(sums, 0, panel * panel_columns);
     }
 }
@@ -227,8 +220,8 @@ void multiply_few(const Unit* left, long left_stride, const BlockPanels<Unit>& p
                               panels.num_steps / block_steps<Unit>);
         } else {
             for (int step = 0; step < panels.num_steps; step += block_steps<Unit>) {
-                const Unit* right[panel_vectors];
-                find_columns(panels.steps(first_step + step, block_steps<Unit>), block_steps<Unit>, right);
+                const Unit* block = panels.steps(first_step + step, block_steps<Unit>);
+                const Unit* const right[] = {block, block + num_lanes};
                 accumulate(sums, left + step, left_stride, right, panel_columns, block_steps<Unit>, FetchNothing{});
             }
         }
@@ -236,73 +229,53 @@ void multiply_few(const Unit* left, long left_stride, const BlockPanels<Unit>& p
     }
 }
 
-// 0.91 of the time of wide tiles with 16 rows, 0.97 with 32 (same file).
-constexpr int max_several_rows = (TANDEM_AVX512 ? 3 : 12) * max_high_tile_rows;
-
-// All outputs of rows that a few high tiles hold, from floats.
-template <class Unit, class Finish>
-void multiply_several(const Factor<Unit>* left, long left_stride, int num_rows, const FloatPanels<Unit>& panels,
-                      Finish finish) {
-    for (int panel = 0; panel < panels.num_panels; ++panel) {
-        const Unit* right[panel_vectors];
-        find_columns(panels.steps(static_cast<long>(panel) * panels.num_steps, panels.num_steps), panels.num_steps, right);
-        visit_parts<max_high_tile_rows>(num_rows, [&](auto rows, int first_row) TANDEM_INLINE_LAMBDA {
-            Tile<decltype(rows)::value, panel_vectors> sums = {};
+// All outputs of more rows, in tiles of which the first `FetchingTiles` fetch what is next.
+template <int MostRows, int Columns, int FetchingTiles, template <class> class Panels, class Unit, class Finish>
+void multiply_tiles(const Factor<Unit>* left, long left_stride, int num_rows, const Panels<Unit>& panels,
+                    Finish finish) {
+    for (int panel = 0; panel < panels.num_panels; panel += Columns / panel_vectors) {
+        const Unit* right[Columns];
+        find_columns(panels, panel, right);
+        visit_parts<MostRows>(num_rows, [&](auto rows, int first_row) TANDEM_INLINE_LAMBDA {
+            constexpr int Rows = decltype(rows)::value;
+            Tile<Rows, Columns> sums = {};
             const auto sum_up = [&](auto fetch) TANDEM_INLINE_LAMBDA {
-                accumulate(sums, left + first_row * left_stride, left_stride, right, panel_columns, panels.num_steps, fetch);
+                accumulate(sums, left + first_row * left_stride, left_stride, right, panel_columns, panels.num_steps,
+                           fetch);
             };
-            if constexpr (holds_columns(max_high_tile_rows, panel_vectors)) {
-                if (first_row == 0)  // its products hide the wait for what is next
-                    sum_up(FetchAhead<Unit, 8192>{right[0]});
-                else
-                    sum_up(FetchNothing{});
-            } else {
-                if (first_row <= max_high_tile_rows)  // the first two tiles
-                    sum_up(FetchNext<Unit, 2>(right[0], panels.num_steps, first_row == 0 ? 0 : 1));
-                else
-                    sum_up(FetchNothing{});
-            }
+            if (first_row > (FetchingTiles - 1) * MostRows)
+                sum_up(FetchNothing{});
+            else if constexpr (FetchingTiles > 0)
+                sum_up(fetch_for<Rows, FetchingTiles>(right[0], panels.num_steps, first_row > 0));
             finish(sums, first_row, panel * panel_columns);
         });
     }
 }
 
-// All outputs of many rows, in wide tiles, which ask less of the cache that the panels are in.
-template <class Panels, class Finish>
-void multiply_many(const Factor<typename Panels::RightUnit>* left, long left_stride, int num_rows, const Panels& panels,
-                   Finish finish) {
-    using Unit = typename Panels::RightUnit;
-    constexpr int tile_panels = tile_vectors / panel_vectors;
-    for (int panel = 0; panel < panels.num_panels; panel += tile_panels) {
-        const Unit* right[tile_vectors];
-        find_columns(panels.steps(static_cast<long>(panel) * panels.num_steps, tile_panels * panels.num_steps),
-                     panels.num_steps, right);
-        visit_parts<max_tile_rows>(num_rows, [&](auto rows, int first_row) TANDEM_INLINE_LAMBDA {
-            Tile<decltype(rows)::value, tile_vectors> sums = {};
-            accumulate(sums, left + first_row * left_stride, left_stride, right, panel_columns, panels.num_steps,
-                       FetchNothing{});
-            finish(sums, first_row, panel * panel_columns);
-        });
-    }
-}
+// Up to so many rows share high tiles, where weights are floats. With AVX-512: 0.91 of the time of wide tiles with 16
+// rows, 0.97 with 32, where the first tile's products hide the wait for what is next
+// (bench/results/2026-11-30-engine.md). Without, high tiles are as wide, but two of them fetch: 0.87 and 0.95
+// (2026-11-30-engine-avx2.md).
+constexpr int max_several_rows = (TANDEM_AVX512 ? 3 : 12) * max_high_tile_rows,
+              num_fetching_tiles = TANDEM_AVX512 ? 1 : 2;
 
-template <class Panels, class Finish>
-void multiply_panels(const Factor<typename Panels::RightUnit>* left, long left_stride, int num_rows, const Panels& panels,
+template <template <class> class Panels, class Unit, class Finish>
+void multiply_panels(const Factor<Unit>* left, long left_stride, int num_rows, const Panels<Unit>& panels,
                      Finish finish) {
     if (num_rows <= max_high_tile_rows)
-        return with_constant<1, max_high_tile_rows>(num_rows, [=](auto rows) {
-            multiply_few<decltype(rows)::value>(left, left_stride, panels, finish);
-        });
-    if constexpr (Panels::are_floats)
-        if (num_rows <= max_several_rows) return multiply_several(left, left_stride, num_rows, panels, finish);
-    multiply_many(left, left_stride, num_rows, panels, finish);
+        return with_constant<1, max_high_tile_rows>(
+            num_rows, [=](auto rows) { multiply_few<decltype(rows)::value>(left, left_stride, panels, finish); });
+    if constexpr (std::is_same_v<Panels<Unit>, FloatPanels<Unit>>)
+        if (num_rows <= max_several_rows)
+            return multiply_tiles<max_high_tile_rows, panel_vectors, num_fetching_tiles>(left, left_stride, num_rows,
+                                                                                         panels, finish);
+    multiply_tiles<max_tile_rows, tile_vectors, 0>(left, left_stride, num_rows, panels, finish);
 }
 
 // Hand all outputs of `num_rows` rows to `finish`. left: rows `left_stride` factors apart, in cache as far as possible.
-//
-// Weights come from memory as one plain stream, which the processor fetches ahead by itself.
 template <class Unit, class Finish>
-void multiply(const Factor<Unit>* left, long left_stride, int num_rows, const PackedMatrix<Unit>& matrix, Finish finish) {
+void multiply(const Factor<Unit>* left, long left_stride, int num_rows, const PackedMatrix<Unit>& matrix,
+              Finish finish) {
     if (matrix.stored.storage == tandem_floats)
         multiply_panels(left, left_stride, num_rows, matrix.floats(), finish);
     else

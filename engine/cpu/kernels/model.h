@@ -65,9 +65,10 @@ struct TandemStep {
     const std::int32_t* block_ids;
     const std::int32_t* adapters;  // of each slice; -1: none
     std::int32_t num_logit_rows;
-    std::int32_t only_probes;  // 1: of no row are logits wanted, only whether they would be finite: 0 or -1 in greedy_ids
-    const std::int32_t* logit_rows;  // index in token_ids of each token whose next-token logits are wanted: never falling
-    float* logits;                   // [num_logit_rows, vocab_size padded to 64]
-    std::int32_t* greedy_ids;        // [num_logit_rows]; -1 where a logit is not finite
+    std::int32_t only_probes;  // 1: no logits are wanted, only whether they would be finite: 0 or -1 in greedy_ids
+    // Index in token_ids of each token whose next-token logits are wanted: never falling.
+    const std::int32_t* logit_rows;
+    float* logits;             // [num_logit_rows, vocab_size padded to 64]
+    std::int32_t* greedy_ids;  // [num_logit_rows]; -1 where a logit is not finite
 };
 }

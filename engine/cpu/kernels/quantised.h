@@ -1,5 +1,5 @@
-// Blocks of quantised weights, unpacked to units: to pairs only where they are multiplied as pairs, else to floats, which
-// are not rounded to a model's bfloat16.
+// Blocks of quantised weights, unpacked to units: to pairs only where they are multiplied as pairs, else to floats,
+// which are not rounded to a model's bfloat16.
 //
 // A weight is scale * value (+ minimum), with float16 scales and small integers, as a GGUF defines it. The product is
 // exact in float32 (11 bits of scale by at most 8 of value), so that a fused multiply-add and a rounded sum give the
@@ -95,9 +95,12 @@ TANDEM_INLINE void visit_block_of_8_bits(const char* block, Visit&& visit) {
 template <class Unit, class Visit>
 TANDEM_INLINE void visit_block(TandemStorage storage, const char* block, Visit&& visit) {
     switch (storage) {
-        case tandem_q4_0: return visit_block_of_4_bits<Unit>(block, false, visit);
-        case tandem_q4_1: return visit_block_of_4_bits<Unit>(block, true, visit);
-        default: visit_block_of_8_bits<Unit>(block, visit);
+        case tandem_q4_0:
+            return visit_block_of_4_bits<Unit>(block, false, visit);
+        case tandem_q4_1:
+            return visit_block_of_4_bits<Unit>(block, true, visit);
+        default:
+            visit_block_of_8_bits<Unit>(block, visit);
     }
 }
 

@@ -58,7 +58,8 @@ TANDEM_INLINE Lanes store_values(Pair* to, Lanes lanes) {
 template <class Unit>
 TANDEM_INLINE Lanes store_factors(Factor<Unit>* to, Lanes lanes) {
 #if !TANDEM_PAIR_PRODUCTS
-    if constexpr (values_per_unit<Unit> == 2) return store_values(to, as_floats(round_upper_halves(lanes) & 0xffff0000u));
+    if constexpr (values_per_unit<Unit> == 2)
+        return store_values(to, as_floats(round_upper_halves(lanes) & 0xffff0000u));
 #endif
     return store_values(to, lanes);
 }
@@ -103,9 +104,9 @@ TANDEM_INLINE Lanes exponential(Lanes x) {
 
 constexpr int line_bytes = 64;
 
-// Ask for a line of memory that is read soon, into the second-level cache: misses of the first level are too few at a time
-// to fill the memory bus.
-// GCC 12 takes a function that only prefetches for one without effect and drops its calls: hence the assembly.
+// Ask for a line of memory that is read soon, into the second-level cache: misses of the first level are too few at a
+// time to fill the memory bus. GCC 12 takes a function that only prefetches for one without effect and drops its calls:
+// hence the assembly.
 TANDEM_INLINE void prefetch(const void* line) {
 #if defined(__x86_64__)
     asm volatile("prefetcht1 %0" : : "m"(*static_cast<const char*>(line)));
@@ -114,7 +115,7 @@ TANDEM_INLINE void prefetch(const void* line) {
 #endif
 }
 
-// The same for the two lines that lie `Ahead` bytes behind `first`, cheap enough for an inner loop: one address, whatever
+// The same for the two lines that lie `Ahead` bytes past `first`, cheap enough for an inner loop: one address, whatever
 // the distance.
 template <int Ahead>
 TANDEM_INLINE void prefetch_ahead(const void* first) {

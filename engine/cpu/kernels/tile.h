@@ -12,7 +12,8 @@
 namespace tandem {
 
 // As many accumulators as the registers hold beside one factor and a row of columns: wide tiles of few rows, or high
-// ones of two columns. Registers of eight lanes hold two rows of a tile or four of one column: its columns come in turn.
+// ones of two columns. Registers of eight lanes hold two rows of a tile or four of one column: its columns come in
+// turn.
 #if TANDEM_AVX512
 constexpr int max_tile_rows = 6, tile_vectors = 4, max_high_tile_rows = 12;
 constexpr bool holds_columns(int, int) { return true; }
@@ -71,8 +72,8 @@ TANDEM_INLINE void accumulate_columns(Tile<Rows, Columns>& tile, const Factor<Un
     }
 }
 
-// `accumulate`, one column of many: sums of rows are `stride` apart. A function by itself, in which GCC finds registers for
-// all sums: among other loops it keeps some in memory.
+// `accumulate`, one column of many: sums of rows are `stride` apart. A function by itself, in which GCC finds registers
+// for all sums: among other loops it keeps some in memory.
 template <class Unit, int Rows, class Fetch>
 __attribute__((noinline)) void accumulate_column(Lanes* sums, int stride, const Factor<Unit>* left, long left_stride,
                                                  const Unit* right, long right_stride, int num_steps, Fetch fetch) {

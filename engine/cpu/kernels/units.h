@@ -12,8 +12,9 @@ namespace tandem {
 constexpr int num_lanes = 16;
 
 // A unit is what one step of a product takes from each row: one float32, or two neighbouring bfloat16 values (the
-// first in the low half). Every operand lies in memory as units, so that one kernel serves both dtypes.
+// first in the low half). Weights held as floats, and KV, lie in memory as units; left sides as factors (simd.h).
 using Pair = std::uint32_t;
+static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "a unit's first value lies in its low half");
 
 template <class Unit>
 constexpr int values_per_unit = 1;

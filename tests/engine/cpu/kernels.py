@@ -10,7 +10,7 @@ from typing import Final
 import torch
 
 from engine.cpu.build import FOR_THIS_MACHINE, PORTABLE, build_library, cpu_features
-from engine.cpu.library import STORAGES
+from engine.cpu.library import STORAGES, block_dtype
 from engine.cpu.memory import HugeMemory
 from engine.cpu.packing import PackedMatrix, interleave_halves, pack_matrix, pad_columns
 from engine.quantisation import Matrix, QuantisedMatrix
@@ -45,6 +45,7 @@ class Kernels:
 
     def __init__(self, target_flags: Sequence[str]) -> None:
         self._functions = ctypes.CDLL(str(build_library(SOURCE, target_flags)))
+        self._functions.under_test_instruction_set.restype = ctypes.c_char_p
         self._functions.under_test_soften.restype = ctypes.c_float
 
     def multiply(self, left: torch.Tensor, matrix: Matrix, onto: torch.Tensor | None = None) -> torch.Tensor:
@@ -66,14 +67,9 @@ class Kernels:
         self._call("swiglu", left.dtype, rows, len(left), *_stored(packed), num_outputs, num_inputs, output)
         return output[:, :num_outputs]
 
-    def block_unit_values(self, dtype: torch.dtype) -> int:
-        """See KernelLibrary."""
-        values: int = self._functions.under_test_block_unit_values(int(dtype == torch.bfloat16))
-        return values
-
     def block_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """What blocks are unpacked to in a model of `dtype`: float32 where nothing multiplies pairs of bfloat16."""
-        return torch.bfloat16 if self.block_unit_values(dtype) == 2 else torch.float32
+        """What blocks are unpacked to in a model of `dtype`."""
+        return block_dtype(self._functions.under_test_instruction_set().decode(), dtype)
 
     def read_outputs(self, matrix: QuantisedMatrix, dtype: torch.dtype) -> torch.Tensor:
         """The matrix, [outputs, inputs] float32, as it is read back from its packed form."""
@@ -141,7 +137,7 @@ class Kernels:
         """In memory of its own, which ends where the matrix ends."""
         num_outputs, num_inputs = matrix.shape
         memory = HugeMemory(pad_columns(num_outputs) * (num_inputs + 1) * 4)
-        return pack_matrix(matrix, dtype, memory, self.block_unit_values(dtype))
+        return pack_matrix(matrix, dtype, memory, self.block_dtype(dtype))
 
     def _call(self, name: str, dtype: torch.dtype, *arguments: object) -> None:
         function = getattr(self._functions, f"under_test_{name}")

@@ -49,7 +49,7 @@ struct Kernels {
             : scratch(static_cast<long>(tile_columns) * num_inputs),
               packed{stored, num_outputs, num_inputs, scratch.data()} {}
 
-        long num_steps() const { return (packed.num_inputs + values_per_unit<Unit> - 1) / values_per_unit<Unit>; }
+        long num_steps() const { return packed.floats().num_steps; }
         long left_stride() const { return num_steps() * factors_per_unit<Unit>; }
     };
 
@@ -129,9 +129,7 @@ struct Kernels {
 
 extern "C" {
 
-int under_test_block_unit_values(int is_bfloat16) {
-    return is_bfloat16 ? values_per_factor<Pair> : values_per_factor<float>;
-}
+const char* under_test_instruction_set() { return instruction_set; }
 
 void under_test_multiply(int is_bfloat16, const void* left, int num_rows, const void* packed, int storage,
                          int num_outputs, int num_inputs, float* output, int adds) {
@@ -153,8 +151,8 @@ void under_test_read_outputs(int is_bfloat16, const void* packed, int storage, i
 
 float under_test_soften(int is_bfloat16, const float* scores, int num_visible, int num_pages, float scale,
                         void* weights) {
-    return (is_bfloat16 ? Kernels<Pair>::soften_row : Kernels<float>::soften_row)(scores, num_visible, num_pages,
-                                                                                  scale, weights);
+    return (is_bfloat16 ? Kernels<Pair>::soften_row : Kernels<float>::soften_row)(scores, num_visible, num_pages, scale,
+                                                                                  weights);
 }
 
 void under_test_write(int is_bfloat16, void* pool, int num_kv_heads, int head_dim, const std::int32_t* block_ids,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import platform
 import stat
 import subprocess
 import sys
@@ -84,3 +85,15 @@ def test_sources_that_were_not_installed_are_named(source: Path) -> None:
     source.unlink()
     with pytest.raises(KernelsUnavailable, match=r"small\.cpp cannot be compiled"):
         build_library(source)
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="kernels for other processors of this architecture")
+@pytest.mark.parametrize("processor", ["x86-64", "x86-64-v3", "skylake-avx512", "cooperlake"])
+def test_kernels_compile_for_processors_that_this_is_not(processor: str) -> None:
+    """Each numeric class, without a warning, whatever this machine can run."""
+    compiler = build.find_compiler()
+    assert compiler is not None
+    flags = ("-fsyntax-only", "-Wall", "-Wextra", "-Werror", "-std=c++17", "-Wno-psabi", f"-march={processor}")
+    command = [compiler.path, *flags, f"-I{build.KERNEL_FOLDER}", str(build.FORWARD_SOURCE)]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=build.COMPILE_TIMEOUT_S)
+    assert answer.returncode == 0, answer.stderr[-2000:]

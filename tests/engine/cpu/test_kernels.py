@@ -10,7 +10,7 @@ import torch
 from tests.engine.cpu.kernels import PAGE_TOKENS, Kernels
 
 DTYPES = (torch.float32, torch.bfloat16)
-ROW_COUNTS = (*range(1, 15), 24, 25, 36, 37, 96, 97)
+ROW_COUNTS = (*range(1, 15), 24, 25, 36, 37, 48, 49, 96, 97)
 ROUNDING = {torch.float32: 2e-7, torch.bfloat16: 2**-8}  # of one value stored in the dtype
 
 
@@ -95,8 +95,8 @@ def test_softmax_is_stable_and_sees_no_further(kernels: Kernels, dtype: torch.dt
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("head_dim", [64, 80, 128])
-@pytest.mark.parametrize("group", [1, 3, 4, 8])
+@pytest.mark.parametrize("head_dim", [16, 64, 80, 128, 256])
+@pytest.mark.parametrize("group", [1, 3, 4, 5, 8])
 def test_attention(kernels: Kernels, dtype: torch.dtype, head_dim: int, group: int) -> None:
     num_tokens, num_kv_heads, num_rows = 123, 5, 21  # heads in bunches: 5, 4 + 1, 3 + 2, 2 + 2 + 1, one by one
     keys, values = (_random(num_tokens, num_kv_heads, head_dim, seed=seed).to(dtype) for seed in (1, 2))

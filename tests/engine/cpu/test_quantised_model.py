@@ -1,4 +1,4 @@
-"""Blocks are a choice of memory and speed: whole models give the logits of their dequantised weights, to the bit, if not
+"""Blocks are a choice of memory and speed: whole models give the logits of their dequantised weights, to the bit, or
 their numeric class says that blocks are not rounded to the model's dtype."""
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def _error(runner: CpuModelRunner, exact: CpuModelRunner) -> float:
 def _assert_as_their_classes_say(folder: Path, dtype: str, library: KernelLibrary, most_error: float = 0.9) -> None:
     """The same where the class is; else nearer to what float32 gives: `most_error` of the floats' error."""
     blocks, floats = _runners(folder, dtype, library)
-    is_rounded = dtype == "float32" or library.block_unit_values(torch.bfloat16) == 2
+    is_rounded = dtype == "float32" or library.instruction_set.endswith("bf16")
     assert blocks.numeric_class == floats.numeric_class + ("" if is_rounded else "-blocks")
     if is_rounded:
         _assert_same(blocks, floats)
