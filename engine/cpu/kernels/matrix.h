@@ -191,6 +191,16 @@ TANDEM_INLINE auto fetch_for(const Unit* panel, int num_steps, int tile) {
         return FetchNothing{};
 }
 
+// `accumulate` of a panel's steps, apart.
+template <class Unit, int Rows, int Columns, class Fetch>
+TANDEM_INLINE void accumulate_steps(Tile<Rows, Columns>& sums, const Factor<Unit>* left, long left_stride,
+                                    const Unit* const (&right)[Columns], int num_steps, Fetch fetch) {
+    if constexpr (holds_columns(Rows, Columns))
+        accumulate_apart<Unit, Rows>(&sums[0][0], Columns, left, left_stride, right, panel_columns, num_steps, fetch);
+    else
+        accumulate(sums, left, left_stride, right, panel_columns, num_steps, fetch);
+}
+
 // So many rows, at most, are multiplied by blocks that are unpacked on the way: in 0.84 to 0.98 of the time that it
 // takes by way of memory. 10 and 12 rows leave too few registers: 1.07 and 1.14 (bench/results/2026-11-30-engine.md).
 // Without AVX-512: 0.88 with 2 rows, 1.2 with 4 (2026-11-30-engine-avx2.md).
@@ -203,8 +213,8 @@ void multiply_few(const Factor<Unit>* left, long left_stride, const FloatPanels<
         const Unit* right[panel_vectors];
         find_columns(panels, panel, right);
         Tile<Rows, panel_vectors> sums = {};
-        accumulate(sums, left, left_stride, right, panel_columns, panels.num_steps,
-                   fetch_for<Rows, 1>(right[0], panels.num_steps, 0));
+        accumulate_steps(sums, left, left_stride, right, panels.num_steps,
+                         fetch_for<Rows, 1>(right[0], panels.num_steps, 0));
         finish(sums, 0, panel * panel_columns);
     }
 }
@@ -238,15 +248,13 @@ void multiply_tiles(const Factor<Unit>* left, long left_stride, int num_rows, co
         find_columns(panels, panel, right);
         visit_parts<MostRows>(num_rows, [&](auto rows, int first_row) TANDEM_INLINE_LAMBDA {
             constexpr int Rows = decltype(rows)::value;
+            const Factor<Unit>* part = left + first_row * left_stride;
             Tile<Rows, Columns> sums = {};
-            const auto sum_up = [&](auto fetch) TANDEM_INLINE_LAMBDA {
-                accumulate(sums, left + first_row * left_stride, left_stride, right, panel_columns, panels.num_steps,
-                           fetch);
-            };
             if (first_row > (FetchingTiles - 1) * MostRows)
-                sum_up(FetchNothing{});
+                accumulate_steps(sums, part, left_stride, right, panels.num_steps, FetchNothing{});
             else if constexpr (FetchingTiles > 0)
-                sum_up(fetch_for<Rows, FetchingTiles>(right[0], panels.num_steps, first_row > 0));
+                accumulate_steps(sums, part, left_stride, right, panels.num_steps,
+                                 fetch_for<Rows, FetchingTiles>(right[0], panels.num_steps, first_row > 0));
             finish(sums, first_row, panel * panel_columns);
         });
     }

@@ -116,11 +116,14 @@ __attribute__((noinline)) void unpack_blocks(TandemStorage storage, const char* 
     }
 }
 
-// `accumulate` (tile.h) of a panel's blocks, which are unpacked on the way and need no memory for it.
+// `accumulate` (tile.h) of a panel's blocks, which are unpacked on the way and need no memory for it. A function by
+// itself as `accumulate_apart` is.
 //   left: rows `left_stride` units apart.
 template <class Unit, int Rows>
-TANDEM_INLINE void accumulate_blocks(Tile<Rows, panel_vectors>& tile, const Unit* left, long left_stride,
-                                     TandemStorage storage, const char* block, long num_blocks) {
+__attribute__((noinline)) void accumulate_blocks(Tile<Rows, panel_vectors>& sums, const Unit* left, long left_stride,
+                                                 TandemStorage storage, const char* block, long num_blocks) {
+    Tile<Rows, panel_vectors> tile;
+    copy_tile(sums, tile);
     for (long index = 0; index < num_blocks; ++index) {
         visit_block<Unit>(storage, block, [&](int step, int vector, auto lanes) TANDEM_INLINE_LAMBDA {
 #pragma GCC unroll 12
@@ -130,6 +133,7 @@ TANDEM_INLINE void accumulate_blocks(Tile<Rows, panel_vectors>& tile, const Unit
         block += packed_block_bytes(storage);
         left += block_steps<Unit>;
     }
+    copy_tile(tile, sums);
 }
 
 }  // namespace tandem

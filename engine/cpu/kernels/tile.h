@@ -72,18 +72,25 @@ TANDEM_INLINE void accumulate_columns(Tile<Rows, Columns>& tile, const Factor<Un
     }
 }
 
-// `accumulate`, one column of many: sums of rows are `stride` apart. A function by itself, in which GCC finds registers
-// for all sums: among other loops it keeps some in memory.
-template <class Unit, int Rows, class Fetch>
-__attribute__((noinline)) void accumulate_column(Lanes* sums, int stride, const Factor<Unit>* left, long left_stride,
-                                                 const Unit* right, long right_stride, int num_steps, Fetch fetch) {
-    Tile<Rows, 1> tile;
+// The same for sums in memory, whose rows are `stride` apart. A function by itself, in which GCC finds registers for all
+// of them: among other loops, or beside what becomes of a tile, it keeps some in memory.
+template <class Unit, int Rows, int Columns, class Fetch>
+__attribute__((noinline)) void accumulate_apart(Lanes* sums, int stride, const Factor<Unit>* left, long left_stride,
+                                                const Unit* const (&right)[Columns], long right_stride, int num_steps,
+                                                Fetch fetch) {
+    Tile<Rows, Columns> tile;
+    const Unit* begins[Columns];  // in registers, too: `keep_loads_here` would have `right` read again and again
+#pragma GCC unroll 4
+    for (int column = 0; column < Columns; ++column) begins[column] = right[column];
 #pragma GCC unroll 12
-    for (int row = 0; row < Rows; ++row) tile[row][0] = sums[row * stride];
-    const Unit* const column[] = {right};
-    accumulate_columns(tile, left, left_stride, column, right_stride, num_steps, fetch);
+    for (int row = 0; row < Rows; ++row)
+#pragma GCC unroll 4
+        for (int column = 0; column < Columns; ++column) tile[row][column] = sums[row * stride + column];
+    accumulate_columns(tile, left, left_stride, begins, right_stride, num_steps, fetch);
 #pragma GCC unroll 12
-    for (int row = 0; row < Rows; ++row) sums[row * stride] = tile[row][0];
+    for (int row = 0; row < Rows; ++row)
+#pragma GCC unroll 4
+        for (int column = 0; column < Columns; ++column) sums[row * stride + column] = tile[row][column];
 }
 
 // tile[row][column] += sum over steps of left[row][step] * right[column][step].
@@ -96,9 +103,11 @@ TANDEM_INLINE void accumulate(Tile<Rows, Columns>& tile, const Factor<Unit>* lef
         accumulate_columns(tile, left, left_stride, right, right_stride, num_steps, fetch);
     } else {
 #pragma GCC unroll 4
-        for (int column = 0; column < Columns; ++column)
-            accumulate_column<Unit, Rows>(&tile[0][column], Columns, left, left_stride, right[column], right_stride,
-                                          num_steps, [=](int step, int) TANDEM_INLINE_LAMBDA { fetch(step, column); });
+        for (int column = 0; column < Columns; ++column) {
+            const Unit* const one[] = {right[column]};
+            accumulate_apart<Unit, Rows>(&tile[0][column], Columns, left, left_stride, one, right_stride, num_steps,
+                                         [=](int step, int) TANDEM_INLINE_LAMBDA { fetch(step, column); });
+        }
     }
 }
 
