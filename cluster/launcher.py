@@ -40,6 +40,7 @@ from cluster.status_client import fetch_status, missing
 from cluster.valkey import EmbeddedValkey
 from cluster.worker.config import WorkerConfig
 from core.errors import CommandFailed, Unreachable
+from core.membership import WorkerRef
 from router.config import RouterConfig
 
 RAY_START_TIMEOUT_S: Final = 60.0
@@ -171,7 +172,8 @@ class Launcher:
             case _ if self._stopping:
                 return
             case WorkerStarted(ref):
-                self._progress.say(f"{ref.worker_id} is ready")
+                core = self._core_of(ref)
+                self._progress.say(f"{ref.worker_id} is ready{'' if core is None else f', on core {core}'}")
                 if self._serving:
                     self._spare.refill()
             case StartFailed(ref, reason) if not self._started.is_set():
@@ -193,10 +195,13 @@ class Launcher:
             ref.incarnation,
             order.role,
             router_addresses=self._config.registry_addresses,
-            cpu_core=self._config.core_of(ref.worker_id, apart(os.sched_getaffinity(0))),
+            cpu_core=self._core_of(ref),
             gpu_index=self._config.ordinal(ref.worker_id) * self._config.tensor_parallel_size,
             log_file=self._log(ref.worker_id),
         )
+
+    def _core_of(self, ref: WorkerRef) -> int | None:
+        return self._config.core_of(ref.worker_id, apart(os.sched_getaffinity(0)))
 
     def _create_worker(self) -> Actor:
         return self._ray.create(WorkerActor, f"worker-{os.urandom(4).hex()}", self._paths.worker)
