@@ -40,7 +40,6 @@ from cluster.status_client import fetch_status, missing
 from cluster.valkey import EmbeddedValkey
 from cluster.worker.config import WorkerConfig
 from core.errors import CommandFailed, Unreachable
-from core.membership import WorkerRef
 from router.config import RouterConfig
 
 RAY_START_TIMEOUT_S: Final = 60.0
@@ -76,6 +75,7 @@ class Launcher:
         self._keeping_routers: list[asyncio.Task[None]] = []
         self._controlling: asyncio.Task[None] | None = None
         self._spare = SpareWorker(self._create_worker, config.start_timeout_s, config.heartbeat_timeout_s)
+        self._cores = apart(os.sched_getaffinity(0))
         self._serving = False
         self._stopping = False
 
@@ -172,7 +172,7 @@ class Launcher:
             case _ if self._stopping:
                 return
             case WorkerStarted(ref):
-                core = self._core_of(ref)
+                core = self._config.core_of(ref.worker_id, self._cores)
                 self._progress.say(f"{ref.worker_id} is ready{'' if core is None else f', on core {core}'}")
                 if self._serving:
                     self._spare.refill()
@@ -195,13 +195,10 @@ class Launcher:
             ref.incarnation,
             order.role,
             router_addresses=self._config.registry_addresses,
-            cpu_core=self._core_of(ref),
+            cpu_core=self._config.core_of(ref.worker_id, self._cores),
             gpu_index=self._config.ordinal(ref.worker_id) * self._config.tensor_parallel_size,
             log_file=self._log(ref.worker_id),
         )
-
-    def _core_of(self, ref: WorkerRef) -> int | None:
-        return self._config.core_of(ref.worker_id, apart(os.sched_getaffinity(0)))
 
     def _create_worker(self) -> Actor:
         return self._ray.create(WorkerActor, f"worker-{os.urandom(4).hex()}", self._paths.worker)

@@ -16,11 +16,9 @@ std::vector<Factor<Unit>> to_factors(const void* units, long num_units) {
     if constexpr (factors_per_unit<Unit> == 1) {
         std::memcpy(factors.data(), units, num_units * sizeof(Unit));
     } else {
-        const auto* halves = static_cast<const std::uint16_t*>(units);
-        for (std::size_t index = 0; index < factors.size(); ++index) {
-            const std::uint32_t bits = static_cast<std::uint32_t>(halves[index]) << 16;
-            std::memcpy(&factors[index], &bits, sizeof bits);
-        }
+        const auto* pairs = static_cast<const Unit*>(units);
+        for (std::size_t index = 0; index < factors.size(); ++index)
+            factors[index] = value_of(pairs[index / factors_per_unit<Unit>], index % factors_per_unit<Unit>);
     }
     return factors;
 }
