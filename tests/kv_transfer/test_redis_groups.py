@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
+import valkey_process
 from tls_relay import certificate, tls_before
 from transport_ends import until
 from valkey_process import valkey
 from valkey_sentinel import watched
 
-from cluster.free_ports import free_ports
+from cluster.free_ports import can_listen, free_ports
 from core.identity import block_hashes
 from core.membership import WorkerRef
 from kv_transfer.bounded_redis import redis_lack
 from kv_transfer.prefix_index import PrefixHit, RedisPrefixIndex
 
+HOST = "127.0.0.1"
 A, B = WorkerRef("worker-a", "life-1"), WorkerRef("worker-b", "life-1")
 HASHES = block_hashes(b"root", range(12), 4)
 
@@ -37,6 +40,14 @@ async def test_a_cluster_serves_the_index() -> None:
         for index in (ours, theirs, stranger):  # that knows its nodes, or not yet
             assert await index.lookup(HASHES) == PrefixHit() and index.away
             await index.close()
+
+
+def test_a_cluster_starts_whatever_listens_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """10,000 above its port, where Valkey's own choice for its bus would be: this failed one CI run of many."""
+    port, bus_port = next(ports for ports in iter(lambda: free_ports(2), None) if can_listen(HOST, ports[0] + 10_000))
+    monkeypatch.setattr(valkey_process, "free_ports", lambda _count: [port, bus_port])
+    with socket.create_server((HOST, port + 10_000)), valkey(cluster=True) as server:
+        assert server.port == port and server.process.poll() is None
 
 
 async def test_after_a_failover_the_index_is_at_the_new_primary(tmp_path: Path) -> None:

@@ -21,17 +21,17 @@ START_TIMEOUT_S = 20.0
 
 @dataclass
 class Valkey:
-    """cluster: it is a Cluster, of one node. announced_port: where that tells its clients to call it."""
+    """bus_port: of a Cluster, of one node; 0: it is none. announced_port: where that tells its clients to call it."""
 
     port: int
     folder: str
-    cluster: bool
+    bus_port: int
     announced_port: int
     process: subprocess.Popen[bytes]
 
     @property
     def url(self) -> str:
-        return f"redis+cluster://127.0.0.1:{self.port}" if self.cluster else f"redis://127.0.0.1:{self.port}/0"
+        return f"redis+cluster://127.0.0.1:{self.port}" if self.bus_port else f"redis://127.0.0.1:{self.port}/0"
 
     def stop(self) -> None:
         """Freeze it: connections stay open, nothing is answered."""
@@ -46,26 +46,28 @@ class Valkey:
 
     def start_again(self) -> None:
         """On the same port, empty."""
-        self.process = _launch(self.port, self.folder, self.cluster, self.announced_port)
+        self.process = _launch(self.port, self.folder, self.bus_port, self.announced_port)
 
 
 @contextlib.contextmanager
 def valkey(*, cluster: bool = False, announced_port: int = 0) -> Iterator[Valkey]:
-    (port,) = free_ports(1)  # a Cluster's bus listens 10,000 above it
-    announced_port = announced_port or port
+    port, bus_port = free_ports(2)  # its own bus would listen 10,000 above `port`, where others' connections may be
+    bus_port, announced_port = bus_port if cluster else 0, announced_port or port
     with tempfile.TemporaryDirectory(prefix="tandem-valkey-") as folder:
-        server = Valkey(port, folder, cluster, announced_port, _launch(port, folder, cluster, announced_port))
+        server = Valkey(port, folder, bus_port, announced_port, _launch(port, folder, bus_port, announced_port))
         try:
             yield server
         finally:
             server.kill()
 
 
-def _launch(port: int, folder: str, cluster: bool, announced_port: int) -> subprocess.Popen[bytes]:
-    of_a_cluster = ("--cluster-enabled", "yes", "--cluster-announce-port", str(announced_port))
-    options = ("--save", "", "--appendonly", "no", *(of_a_cluster if cluster else ()))
+def _launch(port: int, folder: str, bus_port: int, announced_port: int) -> subprocess.Popen[bytes]:
+    options = ["--save", "", "--appendonly", "no"]
+    if bus_port:
+        options += ["--cluster-enabled", "yes", "--cluster-port", str(bus_port)]
+        options += ["--cluster-announce-port", str(announced_port)]
     process = launch(port, folder, *options)
-    if cluster:
+    if bus_port:
         with redis.Redis(port=port, socket_timeout=1) as client:
             if client.cluster("info")["cluster_slots_assigned"] == "0":
                 client.execute_command("CLUSTER ADDSLOTSRANGE 0 16383")
@@ -77,11 +79,13 @@ def launch(port: int, folder: str | Path, *options: str, before: tuple[str, ...]
     """A server that answers. before: what its binary wants to be told first."""
     binary = str(get_binary_path())
     command = [binary, *before, "--port", str(port), "--bind", "127.0.0.1", "--dir", str(folder), *options]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    log_file = Path(folder) / f"{port}.log"
+    with log_file.open("ab") as log:
+        process = subprocess.Popen(command, stdout=log)
 
     def answers() -> object:
         if process.poll() is not None:
-            raise AssertionError(f"valkey ended with {process.returncode}")
+            raise AssertionError(f"valkey ended with {process.returncode}: {log_file.read_text()}")
         return client.ping()
 
     try:
