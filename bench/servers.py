@@ -21,6 +21,7 @@ from cluster.free_ports import free_ports
 
 START_LIMIT_S: Final = 300.0  # vLLM compiles its graph when it loads
 STOP_LIMIT_S: Final = 60.0
+PATIENT_POLICY: Final = Path(__file__).parent / "patient_policy.yaml"
 POLL_S: Final = 0.2
 
 
@@ -43,7 +44,7 @@ def tandem_server(name: str, flags: list[str], dtype: str) -> Server:
     (port,) = free_ports(1)
     command = [sys.executable, "-m", "cluster.main", "up", *flags, "--dtype", dtype]
     command += ["--http-port", str(port), "--grpc-port", "0", "--registry-port", "0", "--controller-port", "0",
-                "--no-self-check"]  # fmt: skip
+                "--no-self-check", "--policy", str(PATIENT_POLICY)]  # fmt: skip
     return Server(name, command, f"http://127.0.0.1:{port}", "SmolLM2-135M-Instruct")
 
 

