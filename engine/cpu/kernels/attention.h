@@ -18,6 +18,14 @@ constexpr int pages_for(int num_tokens) { return (num_tokens + page_tokens - 1) 
 // Rows that are attended from together: those of one tile, of each KV head of a bunch.
 constexpr int max_bunch_rows = 12;
 
+// Columns of values that are weighted side by side, and over how many pages. Where registers hold one column of a tile
+// of most rows, it takes 8 pages to make a loop long enough: a prompt takes 0.96 of its time. Tiles of fewer rows are
+// of decodes, which wait for memory: 1.02 (bench/results/2026-11-30-engine-avx2.md).
+template <int Rows>
+constexpr int value_columns = holds_columns(Rows, tile_vectors) || Rows < max_tile_rows ? tile_vectors : 1;
+template <int Rows>
+constexpr int value_pages = value_columns<Rows> == 1 ? 8 : tile_vectors;
+
 // The pages of a bunch of KV heads of one sequence in one layer; none where `num_pages` is 0.
 template <class Unit>
 struct PagedHeads {
@@ -141,16 +149,16 @@ void attend_tile(const Factor<Unit>* queries, long head_stride, const PagedHeads
     const int num_tokens = *std::max_element(num_visible, num_visible + Rows);
     std::fill_n(scratch.sums, heads.num_heads * Rows * num_vectors, Lanes{});
     const auto visit_sums = [&](int head, auto&& visit) TANDEM_INLINE_LAMBDA {
-        visit_parts<tile_vectors>(num_vectors, [&](auto columns, int first) {
+        visit_parts<value_columns<Rows>>(num_vectors, [&](auto columns, int first) {
             Lanes& sums = scratch.sums[(head * num_vectors + first) * Rows];
             visit(reinterpret_cast<Tile<Rows, decltype(columns)::value>&>(sums), first * num_lanes);
         });
     };
-    for (int page = 0; page < heads.num_pages; page += tile_vectors)
+    for (int page = 0; page < heads.num_pages; page += value_pages<Rows>)
         for (int head = 0; head < heads.num_heads; ++head)
             visit_sums(head, [&](auto& sums, int first_dim) {
                 weigh_values(weights + head * Rows * scratch.stride, scratch.stride, heads, next, head, page,
-                             std::min(page + tile_vectors, heads.num_pages), num_tokens, first_dim, sums);
+                             std::min(page + value_pages<Rows>, heads.num_pages), num_tokens, first_dim, sums);
             });
     for (int head = 0; head < heads.num_heads; ++head)
         visit_sums(head, [&](auto& sums, int first_dim) {
