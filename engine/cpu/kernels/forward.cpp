@@ -15,8 +15,10 @@
 namespace tandem {
 
 // A layer is computed a block of rows at a time, so that what passes between its products stays in cache. A later
-// block's tokens find the keys and values of earlier ones in the pool.
-constexpr int block_rows = 96;
+// block's tokens find the keys and values of earlier ones in the pool. Without AVX-512 rows lie as floats, twice as
+// wide, mostly in a smaller cache: 0.93 to 0.96 of a prompt's time with floats, 0.97 to 1.05 with blocks
+// (bench/results/2026-11-30-engine-avx2.md).
+constexpr int block_rows = TANDEM_AVX512 ? 96 : 48;
 
 // Memory that grows and is never zeroed again, aligned to cache lines.
 template <class Value>

@@ -30,7 +30,7 @@ from tests.engine.random_models import CASES, VOCAB_SIZE, Case, greedy_reference
 from tests.engine.token_stream import GREEDY, generate, pooled_sequences, prefill
 
 FAMILY_CASES = [case for case in CASES if case.more.get("head_dim", 16) % 16 == 0]
-LENGTHS = (1, 2, 3, 15, 16, 17, 31, 64, 95, 96, 97, 129, 140, 257, 300)
+LENGTHS = (1, 2, 3, 15, 16, 17, 31, 47, 48, 49, 64, 95, 96, 97, 129, 140, 257, 300)
 CHUNKS = (16, 37, 64)
 BFLOAT16_GAP = 0.1  # logits: three times the error (root mean square 0.03) that bfloat16 weights make in each
 
