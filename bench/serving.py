@@ -3,7 +3,8 @@
     python -m bench.serving [--vllm-python PATH] [--rounds 2] [--sets mixed,shared]
 
 32 clients at once stream completions of token-id prompts, greedy, without EOS; a server has two cores, and the clients
-take their share of them. Sets, after the founding team's notes:
+take their share of them. Nobody is turned away after 30 s in line, as by default: peers let all wait. Sets, after the
+founding team's notes:
 - mixed: prompts of 64 to 1,024 tokens, 64 to 128 tokens out;
 - shared: a common prefix of 512 tokens and 32 to 128 of their own, 64 to 128 tokens out.
 Prompts are random ids, new in each round, so that a prefix cache helps within a round only. TTFT is the time to the
@@ -32,6 +33,7 @@ from bench.engine import machine_line, percentile
 from bench.engines.contestants import executable, float_folder
 from bench.servers import RunningServer, Server, ServerFailed, tandem_server, vllm_server
 from cluster.folders import default_model_folder
+from engine.dtypes import DTYPES
 from engine.gguf_import import import_default_model
 from engine.model_config import ModelConfig
 
@@ -42,7 +44,6 @@ WORKERS: Final = {
     "2 aggregated": ["--aggregated", "--decode", "2"],
 }
 WEIGHTS: Final = {"": [], " floats": ["--unpack-weights"]}  # floats: as vLLM has them, from the same 4-bit blocks
-DTYPES: Final = ("bfloat16", "float32")
 FIRST_PLAIN_ID: Final = 100  # below lie special tokens
 
 
@@ -180,7 +181,7 @@ def parse_options() -> argparse.Namespace:
     default = os.environ.get("TANDEM_BENCH_VLLM_PYTHON", "")
     parser.add_argument("--vllm-python", type=executable, default=default, help="its python (default: %(default)r)")
     parser.add_argument("--vllm-model", type=Path, help="a float folder of the default model (default: made)")
-    parser.add_argument("--vllm-dtype", choices=DTYPES, help="where it is faster with another than --dtype")
+    parser.add_argument("--vllm-dtype", choices=DTYPES, help="where it is faster with another (default: --dtype)")
     parser.add_argument("--rounds", type=int, default=2, help="of each set (default: %(default)s)")
     parser.add_argument("--sets", default=",".join(SETS), help="(default: %(default)s)")
     parser.add_argument("--dtype", default="bfloat16", choices=DTYPES, help="(default: %(default)s)")

@@ -44,7 +44,7 @@ async def test_a_cluster_serves_the_index() -> None:
 
 def test_a_cluster_starts_whatever_listens_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """10,000 above its port, where Valkey's own choice for its bus would be: this failed one CI run of many."""
-    port, bus_port = next(ports for ports in iter(lambda: free_ports(2), None) if can_listen(HOST, ports[0] + 10_000))
+    port, bus_port, *_ = (port for port in free_ports(20) if can_listen(HOST, port + 10_000))
     monkeypatch.setattr(valkey_process, "free_ports", lambda _count: [port, bus_port])
     with socket.create_server((HOST, port + 10_000)), valkey(cluster=True) as server:
         assert server.port == port and server.process.poll() is None
