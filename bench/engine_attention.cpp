@@ -11,9 +11,9 @@ extern "C" void bench_attend(void* pool_units, int is_block_major, int num_block
                              int head_dim, int group, const std::int32_t* block_ids, int batch, int num_pages,
                              const float* queries) {
     const long stride = AttentionScratch::stride_for(num_pages * page_tokens);
-    std::vector<float> scores(max_bunch_rows * stride), probabilities(scores);
+    std::vector<float> scores(max_bunch_rows * stride);
     std::vector<Lanes> sums(max_bunch_rows * head_dim / num_lanes);
-    const AttentionScratch scratch{scores.data(), probabilities.data(), sums.data(), stride};
+    const AttentionScratch scratch{scores.data(), sums.data(), stride};
     std::vector<Factor<Pair>> rotated(num_kv_heads * group * head_dim / values_per_factor<Pair>), outputs(rotated);
     for (int first = 0; first < num_kv_heads * group * head_dim; first += num_lanes)
         store_factors<Pair>(rotated.data() + first / values_per_factor<Pair>, load(queries + first));

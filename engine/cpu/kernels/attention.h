@@ -18,13 +18,13 @@ constexpr int pages_for(int num_tokens) { return (num_tokens + page_tokens - 1) 
 // Rows that are attended from together: those of one tile, of each KV head of a bunch.
 constexpr int max_bunch_rows = 12;
 
-// Columns of values that are weighted side by side, and over how many pages. Where registers hold one column of a tile
-// of most rows, it takes 8 pages to make a loop long enough: a prompt takes 0.96 of its time. Tiles of fewer rows are
-// of decodes, which wait for memory: 1.02 (bench/results/2026-11-30-engine-avx2.md).
+// Pages of keys, and columns of values, that are taken side by side; and over how many pages values are. Where registers
+// hold one column of a tile, it takes 8 pages to make a loop long enough: a prompt takes 0.96 of its time. Tiles of three
+// rows are of decodes, which wait for memory: 1.02 (bench/results/2026-11-30-engine-avx2.md).
 template <int Rows>
-constexpr int value_columns = holds_columns(Rows, tile_vectors) || Rows < max_tile_rows ? tile_vectors : 1;
+constexpr int attention_columns = holds_columns(Rows, tile_vectors) || Rows == 3 ? tile_vectors : 1;
 template <int Rows>
-constexpr int value_pages = value_columns<Rows> == 1 ? 8 : tile_vectors;
+constexpr int value_pages = attention_columns<Rows> == 1 ? 8 : tile_vectors;
 
 // The pages of a bunch of KV heads of one sequence in one layer; none where `num_pages` is 0.
 template <class Unit>
@@ -40,9 +40,8 @@ struct PagedHeads {
 // Memory that tiles reuse, rows `stride` floats apart, those of a bunch's first head first. The stride is no multiple
 // of 4 KiB, whose rows would share sets of the first-level cache.
 struct AttentionScratch {
-    float* scores;         // [max_bunch_rows][stride]
-    float* probabilities;  // [max_bunch_rows][stride], as factors
-    Lanes* sums;           // max_bunch_rows * head_dim / 16: tiles, head after head
+    float* scores;  // [max_bunch_rows][stride]; then weights, as factors
+    Lanes* sums;    // max_bunch_rows * head_dim / 16: tiles, head after head
     long stride;
 
     static long stride_for(int most_tokens) {
@@ -52,34 +51,36 @@ struct AttentionScratch {
     }
 };
 
-// scores[head, row][token] = query . key, not scaled, for all tokens of all pages. Values are fetched meanwhile.
+// scores[head, row][token] = query . key, not scaled, for all tokens of all pages. Values are fetched meanwhile or, where
+// `next` is null, the keys that follow.
 //   queries: [Rows][head_dim] of each head, heads `head_stride` factors apart.
 template <class Unit, int Rows>
 void score_pages(const Factor<Unit>* queries, long head_stride, const PagedHeads<Unit>& heads,
-                 const AttentionScratch& scratch) {
-    const int head_steps = heads.pool->head_steps();
-    for (int first_page = 0; first_page < heads.num_pages; first_page += tile_vectors)
+                 const PagedHeads<Unit>* next, const AttentionScratch& scratch) {
+    constexpr int Columns = attention_columns<Rows>;
+    const int head_steps = heads.pool->head_steps(), last_page = heads.num_pages - 1;
+    for (int first_page = 0; first_page < heads.num_pages; first_page += Columns)
         for (int head = 0; head < heads.num_heads; ++head) {
-            const Unit *keys[tile_vectors], *values[tile_vectors];
-            for (int column = 0; column < tile_vectors; ++column) {
+            const Unit *keys[Columns], *ahead[Columns];
+            for (int column = 0; column < Columns; ++column) {
                 // Past the last page the last one is scored again, into memory that nothing reads.
-                const int page = std::min(first_page + column, heads.num_pages - 1);
+                const int page = std::min(first_page + column, last_page);
                 keys[column] = heads.keys(page, head);
-                values[column] = heads.values(page, head);
+                ahead[column] = next ? heads.values(page, head) : heads.keys(std::min(page + Columns, last_page), head);
             }
-            Tile<Rows, tile_vectors> sums = {};
+            Tile<Rows, Columns> sums = {};
             accumulate(
                 sums, queries + head * head_stride, head_steps * factors_per_unit<Unit>, keys, page_tokens, head_steps,
-                [&](int step, int column) TANDEM_INLINE_LAMBDA { prefetch(values[column] + step * page_tokens); });
+                [&](int step, int column) TANDEM_INLINE_LAMBDA { prefetch(ahead[column] + step * page_tokens); });
             float* scores = scratch.scores + head * Rows * scratch.stride + first_page * page_tokens;
             for (int row = 0; row < Rows; ++row)
-                for (int column = 0; column < tile_vectors; ++column)
+                for (int column = 0; column < Columns; ++column)
                     store(scores + row * scratch.stride + column * page_tokens, sums[row][column]);
         }
 }
 
-// Weights exp((score - highest) * scale) of one row, rounded to factors; 0 from token `num_visible` on.
-// Returns the inverse of their sum, which is that of the rounded weights.
+// Weights exp((score - highest) * scale) of one row, rounded to factors, which may take the place of its scores; 0 from
+// token `num_visible` on. Returns the inverse of their sum, which is that of the rounded weights.
 template <class Unit>
 float soften(const float* scores, int num_visible, int num_pages, float scale, Factor<Unit>* weights) {
     constexpr int page_factors = page_tokens / values_per_factor<Unit>;
@@ -102,10 +103,11 @@ float soften(const float* scores, int num_visible, int num_pages, float scale, F
 }
 
 // sums[row][column] += weighted values of one head's pages [first_page, last_page), of tokens below `num_tokens`, in
-// dimensions [first_dim, + 16 * Columns). The keys of the same pages of `next` are fetched meanwhile.
+// dimensions [first_dim, + 16 * Columns). The keys of the same pages of `next` are fetched meanwhile or, where that is
+// null, the values that follow: of the same pages in the next dimensions, after the last ones of the next pages.
 //   weights: of the head's rows, `stride` factors apart.
 template <class Unit, int Rows, int Columns>
-void weigh_values(const Factor<Unit>* weights, long stride, const PagedHeads<Unit>& heads, const PagedHeads<Unit>& next,
+void weigh_values(const Factor<Unit>* weights, long stride, const PagedHeads<Unit>& heads, const PagedHeads<Unit>* next,
                   int head, int first_page, int last_page, int num_tokens, int first_dim, Tile<Rows, Columns>& sums) {
     constexpr int step_values = values_per_unit<Unit>, page_steps = page_tokens / step_values;
     const int head_dim = heads.pool->head_dim;
@@ -113,7 +115,13 @@ void weigh_values(const Factor<Unit>* weights, long stride, const PagedHeads<Uni
     copy_tile(sums, tile);
     for (int page = first_page; page < last_page; ++page) {
         const Unit* values = heads.values(page, head) + first_dim;
-        const Unit* ahead = page < next.num_pages && head < next.num_heads ? next.keys(page, head) + first_dim : values;
+        const Unit* ahead = values;
+        if (!next)
+            ahead = first_dim + Columns * num_lanes < head_dim
+                        ? values + Columns * num_lanes
+                        : heads.values(std::min(page + value_pages<Rows>, heads.num_pages - 1), head);
+        else if (page < next->num_pages && head < next->num_heads)
+            ahead = next->keys(page, head) + first_dim;
         const Unit* right[Columns];
         for (int column = 0; column < Columns; ++column) right[column] = values + column * num_lanes;
         const int num_steps = std::min(page_steps, (num_tokens - page * page_tokens + step_values - 1) / step_values);
@@ -129,19 +137,21 @@ void weigh_values(const Factor<Unit>* weights, long stride, const PagedHeads<Uni
 //   queries: [Rows][head_dim] of each head, rotated, not scaled, heads `head_stride` factors apart.
 //   num_visible: tokens that each row sees, itself included.
 //   outputs: of the first head, one row of head_dim each; those of the next lie `output_stride` factors further on.
-//   next: what is attended to next.
+//   next: what is attended to next; null: the same pages, by another tile.
 // Scattered pages are not a stream that the processor would fetch ahead by itself. So one line is asked for with each
 // that is used: what is asked for faster than memory gives it is dropped. And the heads of a page, which lie together,
 // are taken after one another and four pages in turn: four streams come faster than one
-// (bench/results/2026-11-30-engine.md).
+// (bench/results/2026-11-30-engine.md). Tiles that read pages again ask for what they read next themselves: at a context
+// of 2,000 it has left the second-level cache since the last tile, and attention takes 0.87 of its time
+// (2026-11-30-engine-avx2.md).
 template <class Unit, int Rows>
 void attend_tile(const Factor<Unit>* queries, long head_stride, const PagedHeads<Unit>& heads,
-                 const PagedHeads<Unit>& next, const int (&num_visible)[Rows], const AttentionScratch& scratch,
+                 const PagedHeads<Unit>* next, const int (&num_visible)[Rows], const AttentionScratch& scratch,
                  Factor<Unit>* const (&outputs)[Rows], long output_stride) {
     const int head_dim = heads.pool->head_dim, num_vectors = head_dim / num_lanes;
     const float scale = 1.0f / std::sqrt(static_cast<float>(head_dim));
-    score_pages<Unit, Rows>(queries, head_stride, heads, scratch);
-    auto* weights = reinterpret_cast<Factor<Unit>*>(scratch.probabilities);
+    score_pages<Unit, Rows>(queries, head_stride, heads, next, scratch);
+    auto* weights = reinterpret_cast<Factor<Unit>*>(scratch.scores);
     float inverse_sums[max_bunch_rows];
     for (int row = 0; row < heads.num_heads * Rows; ++row)
         inverse_sums[row] = soften<Unit>(scratch.scores + row * scratch.stride, num_visible[row % Rows],
@@ -149,7 +159,7 @@ void attend_tile(const Factor<Unit>* queries, long head_stride, const PagedHeads
     const int num_tokens = *std::max_element(num_visible, num_visible + Rows);
     std::fill_n(scratch.sums, heads.num_heads * Rows * num_vectors, Lanes{});
     const auto visit_sums = [&](int head, auto&& visit) TANDEM_INLINE_LAMBDA {
-        visit_parts<value_columns<Rows>>(num_vectors, [&](auto columns, int first) {
+        visit_parts<attention_columns<Rows>>(num_vectors, [&](auto columns, int first) {
             Lanes& sums = scratch.sums[(head * num_vectors + first) * Rows];
             visit(reinterpret_cast<Tile<Rows, decltype(columns)::value>&>(sums), first * num_lanes);
         });
@@ -192,7 +202,8 @@ void attend(const KvPool<Unit>& pool, int layer, const Run& run, const Run* next
     const int head_factors = pool.head_dim / values_per_factor<Unit>, num_rows = run.num_rows * group;
     const long head_stride = static_cast<long>(most_rows) * group * head_factors;
     // The tiles of many rows read all pages again, which had then better be few: one head's.
-    const int bunch = num_rows > max_tile_rows ? 1 : std::min(max_bunch_rows / num_rows, pool.num_kv_heads);
+    const bool is_one_tile = num_rows <= max_tile_rows;
+    const int bunch = is_one_tile ? std::min(max_bunch_rows / num_rows, pool.num_kv_heads) : 1;
     for (int first_head = 0; first_head < pool.num_kv_heads; first_head += bunch) {
         const int next_head = std::min(first_head + bunch, pool.num_kv_heads);
         PagedHeads<Unit> next{
@@ -213,8 +224,8 @@ void attend(const KvPool<Unit>& pool, int layer, const Run& run, const Run* next
             const PagedHeads<Unit> heads{&pool,      run.block_ids,          layer,
                                          first_head, next_head - first_head, pages_for(num_visible[Rows - 1])};
             attend_tile(queries + first_head * head_stride + (run.first_row * group + first) * head_factors,
-                        head_stride, heads, next, num_visible, scratch, row_outputs, group * head_factors);
-            next.num_pages = 0;  // fetched by the first tile
+                        head_stride, heads, is_one_tile ? &next : nullptr, num_visible, scratch, row_outputs,
+                        group * head_factors);
         });
     }
 }

@@ -139,7 +139,6 @@ class UnitEngine final : public Engine {
         }
         scratch_.stride = AttentionScratch::stride_for(longest);
         scratch_.scores = scores_memory_.reserve(max_bunch_rows * scratch_.stride);
-        scratch_.probabilities = probabilities_memory_.reserve(max_bunch_rows * scratch_.stride);
         scratch_.sums = sums_memory_.reserve(max_bunch_rows * model_.head_dim / num_lanes);
     }
 
@@ -360,7 +359,7 @@ class UnitEngine final : public Engine {
     float *residual_, *projected_, *gate_up_ = nullptr;
     Factor<Unit> *operands_, *queries_, *attended_, *gated_, *unpacked_, *shrunk_ = nullptr;
     Unit* rounded_head_;
-    Buffer<float> residual_memory_, projected_memory_, scores_memory_, probabilities_memory_, gate_up_memory_;
+    Buffer<float> residual_memory_, projected_memory_, scores_memory_, gate_up_memory_;
     Buffer<Lanes> sums_memory_;
     Buffer<Factor<Unit>> operands_memory_, queries_memory_, attended_memory_, gated_memory_, unpacked_memory_,
         shrunk_memory_;

@@ -264,8 +264,7 @@ void multiply_tiles(const Factor<Unit>* left, long left_stride, int num_rows, co
 // rows, 0.97 with 32, where the first tile's products hide the wait for what is next
 // (bench/results/2026-11-30-engine.md). Without, high tiles are as wide, but two of them fetch: 0.87 and 0.95
 // (2026-11-30-engine-avx2.md).
-constexpr int max_several_rows = (TANDEM_AVX512 ? 3 : 12) * max_high_tile_rows,
-              num_fetching_tiles = TANDEM_AVX512 ? 1 : 2;
+constexpr int max_several_rows = TANDEM_AVX512 ? 36 : 48, num_fetching_tiles = TANDEM_AVX512 ? 1 : 2;
 
 template <template <class> class Panels, class Unit, class Finish>
 void multiply_panels(const Factor<Unit>* left, long left_stride, int num_rows, const Panels<Unit>& panels,

@@ -12,13 +12,13 @@
 namespace tandem {
 
 // As many accumulators as the registers hold beside one factor and a row of columns: wide tiles of few rows, or high
-// ones of two columns. Registers of eight lanes hold two rows of a tile or four of one column: its columns come in
+// ones of two columns. Registers of eight lanes hold two rows of a tile or five of one column: its columns come in
 // turn.
 #if TANDEM_AVX512
 constexpr int max_tile_rows = 6, tile_vectors = 4, max_high_tile_rows = 12;
 constexpr bool holds_columns(int, int) { return true; }
 #else
-constexpr int max_tile_rows = 4, tile_vectors = 2, max_high_tile_rows = 4;
+constexpr int max_tile_rows = 5, tile_vectors = 2, max_high_tile_rows = 5;
 constexpr bool holds_columns(int num_rows, int num_columns) { return num_columns == 1 || num_rows <= 2; }
 #endif
 

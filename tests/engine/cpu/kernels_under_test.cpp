@@ -111,9 +111,9 @@ struct Kernels {
                             int num_tokens, int num_rows, int group, const void* queries, void* outputs) {
         const KvPool<Unit> pool{static_cast<Unit*>(pool_units), 2, num_kv_heads, head_dim};
         const long stride = AttentionScratch::stride_for(num_tokens);
-        std::vector<float> scores(max_bunch_rows * stride), probabilities(scores);
+        std::vector<float> scores(max_bunch_rows * stride);
         std::vector<Lanes> sums(max_bunch_rows * head_dim / num_lanes);
-        const AttentionScratch scratch{scores.data(), probabilities.data(), sums.data(), stride};
+        const AttentionScratch scratch{scores.data(), sums.data(), stride};
         const long row_units = static_cast<long>(num_kv_heads) * group * pool.head_steps();
         const auto rotated = to_factors<Unit>(queries, num_rows * row_units);
         std::vector<Factor<Unit>> attended(rotated.size());
