@@ -3,8 +3,8 @@
     python -m bench.engine_kernels [--engines blocks,floats,torch] [--dtypes bfloat16,float32] [--rounds 5]
 
 The process is pinned to one core and times are those of its thread on that core, so that other processes which take
-turns on the core do not count; what they do to the caches and the memory does. Each figure is a median, and stands
-beside the floor that the machine allows, measured in the same run:
+turns on the core do not count; what they do to the caches and the memory does. Each figure is a median, and so is its
+share of the floor that the machine allows, which is measured again before each round, as neighbours come and go:
 - prefill: multiplications at the rate of a large torch matmul of the dtype;
 - decode: the larger of that and of reading all weights once, plus reading all KV once, at the rate of a long sum.
 blocks: our kernels with the default model's 4-bit and 8-bit blocks, which are a third of bfloat16's bytes, so
@@ -18,11 +18,13 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import functools
 import math
 import os
 import statistics
 import time
 from collections.abc import Callable
+from operator import methodcaller
 from pathlib import Path
 from typing import Any, Final
 
@@ -61,33 +63,45 @@ LOADERS: Final[dict[str, Callable[[Path, str, int], Any]]] = {
 }
 
 
-def median_s(action: Callable[[], object], rounds: int) -> float:
-    """Median seconds of this thread on its core, after one round that is not counted."""
+def taken_s(action: Callable[[], object]) -> float:
+    """Seconds of this thread on its core."""
+    start_s = time.thread_time()
     action()
-    seconds = []
-    for _ in range(rounds):
-        start_s = time.thread_time()
-        action()
-        seconds.append(time.thread_time() - start_s)
-    return statistics.median(seconds)
+    return time.thread_time() - start_s
+
+
+def median_s(action: Callable[[], object], rounds: int) -> float:
+    """Median seconds, after one round that is not counted."""
+    action()
+    return statistics.median(taken_s(action) for _ in range(rounds))
+
+
+@functools.cache
+def _long_values() -> torch.Tensor:
+    return HugeMemory(256 << 20).tensor((64 << 20,), torch.float32).fill_(1.0)
 
 
 def read_bytes_per_s() -> float:
     """Rate of a sum over 256 MiB on huge pages: the best of several."""
-    values = HugeMemory(256 << 20).tensor((64 << 20,), torch.float32).fill_(1.0)
+    values = _long_values()
     return values.nbytes / min(median_s(values.sum, 1) for _ in range(5))
 
 
 def multiply_flops_per_s(dtype: torch.dtype) -> float:
     """Rate of a matmul of 1024 rows with a matrix of the default model's kind, the best of several: in the dtype, or in
     float32 where that is faster, as without bfloat16 instructions."""
-    return max(_matmul_flops_per_s(kind) for kind in {dtype, torch.float32})
+    return _matmul_flops_per_s(_fastest(dtype), 9)
 
 
-def _matmul_flops_per_s(dtype: torch.dtype) -> float:
+@functools.cache
+def _fastest(dtype: torch.dtype) -> torch.dtype:
+    return max({dtype, torch.float32}, key=lambda kind: _matmul_flops_per_s(kind, 1))
+
+
+def _matmul_flops_per_s(dtype: torch.dtype, tries: int) -> float:
     rows, matrix = torch.randn(1024, 576).to(dtype), torch.randn(3072, 576).to(dtype)
     flops = 2 * rows.shape[0] * matrix.numel()
-    return flops / min(median_s(lambda: torch.nn.functional.linear(rows, matrix), 1) for _ in range(9))
+    return flops / min(median_s(lambda: torch.nn.functional.linear(rows, matrix), 1) for _ in range(tries))
 
 
 class Floors:
@@ -139,18 +153,36 @@ def decode_plan(batch: int) -> StepPlan:
     )
 
 
-def measure(runner: Any, floors: Floors, rounds: int) -> dict[str, tuple[float, float]]:
-    """For each case: tokens per second, and its share of the floor's."""
+class Case:
+    """One step, run again and again beside the floor of that moment."""
+
+    def __init__(self, num_tokens: int, run: Callable[[], object], floor_s: Callable[[Floors], float]) -> None:
+        run()
+        self._num_tokens, self._run, self._floor_s = num_tokens, run, floor_s
+        self._seconds: list[float] = []
+        self._shares: list[float] = []
+
+    def run(self, floors: Floors, steps: int) -> None:
+        for _ in range(steps):
+            self._seconds.append(taken_s(self._run))
+            self._shares.append(self._floor_s(floors) / self._seconds[-1])
+
+    @property
+    def figures(self) -> tuple[float, float]:
+        """Tokens per second, and the share of the floor's; medians."""
+        return self._num_tokens / statistics.median(self._seconds), statistics.median(self._shares)
+
+
+def measure(runner: Any, new_floors: Callable[[], Floors], rounds: int) -> dict[str, tuple[float, float]]:
+    """For each case its `figures`."""
     runner.kv_pool.normal_(generator=torch.Generator().manual_seed(1))
     figures = {}
-    for batch in DECODE_BATCHES:
-        plan = decode_plan(batch)
-        seconds = median_s(lambda plan=plan: runner.run(plan), max(rounds, 5 * rounds // batch))  # type: ignore[misc]
-        figures[f"decode {batch}"] = (batch / seconds, floors.decode_s(batch) / seconds)
-    for num_tokens in PREFILL_TOKENS:
-        plan = prefill_plan(num_tokens)
-        seconds = median_s(lambda plan=plan: runner.run(plan), rounds)  # type: ignore[misc]
-        figures[f"prefill {num_tokens}"] = (num_tokens / seconds, floors.prefill_s(num_tokens) / seconds)
+    for kind, size in [("decode", batch) for batch in DECODE_BATCHES] + [("prefill", size) for size in PREFILL_TOKENS]:
+        plan = decode_plan(size) if kind == "decode" else prefill_plan(size)
+        case = Case(size, functools.partial(runner.run, plan), methodcaller(f"{kind}_s", size))
+        for _ in range(rounds):
+            case.run(new_floors(), max(1, 5 // size))
+        figures[f"{kind} {size}"] = case.figures
     return figures
 
 
@@ -190,15 +222,30 @@ def main() -> None:
     folder = import_default_model(default_model_folder(), print)
     print(f"core {options.core}, load average {os.getloadavg()[0]:.1f}, decode at context {DECODE_CONTEXT}")
     for dtype in options.dtypes.split(","):
-        floors = Floors(ModelConfig.load(folder), DTYPES[dtype])
-        rates = f"read {floors.bytes_per_s / 1e9:.1f} GB/s, multiply {floors.flops_per_s / 1e9:.0f} GFLOP/s"
-        results = {}
-        for name in options.engines.split(","):
-            runner = LOADERS[name](folder, dtype, NUM_BLOCKS)
-            results[name] = measure(runner, floors, options.rounds)
-            del runner
-        print_table(f"{dtype} ({rates})", results)
+        measure_dtype(folder, dtype, options.engines.split(","), options.rounds)
     print_layout_cost(ModelConfig.load(folder), options.rounds)
+
+
+def measure_dtype(folder: Path, dtype: str, engines: list[str], rounds: int) -> None:
+    config, measured = ModelConfig.load(folder), []
+
+    def new_floors() -> Floors:
+        measured.append(Floors(config, DTYPES[dtype]))
+        return measured[-1]
+
+    results = {}
+    for name in engines:
+        runner = LOADERS[name](folder, dtype, NUM_BLOCKS)
+        results[name] = measure(runner, new_floors, rounds)
+        del runner
+    read = spread([floors.bytes_per_s / 1e9 for floors in measured])
+    multiplied = spread([floors.flops_per_s / 1e9 for floors in measured])
+    print_table(f"{dtype} (read {read} GB/s, multiply {multiplied} GFLOP/s)", results)
+
+
+def spread(values: list[float]) -> str:
+    """Median (least-most)."""
+    return f"{statistics.median(values):.0f} ({min(values):.0f}-{max(values):.0f})"
 
 
 def print_table(title: str, results: dict[str, dict[str, tuple[float, float]]]) -> None:
