@@ -17,18 +17,17 @@ first. A newcomer leaves room for the next blocks of those who run, and for whoe
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from itertools import chain
-from typing import Final
 
 from core.errors import InvariantBroken
-from core.identity import Adapter, BlockHash
+from core.identity import Adapter
 from core.membership import WorkerLoad
 from core.request import GenerateRequest
 from engine.block_pool import BlockPool
+from engine.copy_wait import CopyWait
 from engine.deltas import add_drawn
 from engine.growth import BlockGrowth
 from engine.scheduler_config import SchedulerConfig
@@ -37,8 +36,6 @@ from engine.sequence_maker import SequenceMaker
 from engine.step import NOT_FINITE, Answer, Progress, StepPlan
 from engine.step_pace import StepPace
 from engine.waiting_line import WaitingLine, rank
-
-COPY_PATIENCE: Final = 2  # times the steps that copies take alone: decodes that need blocks copy as well
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +74,10 @@ class Scheduler:
         self._reserved: dict[str, Sequence] = {}  # their blocks are whoever reserved them's, until they land
         self._running: dict[Sequence, None] = {}
         self._growth = BlockGrowth(pool, config.growth_blocks)
+        self._copy_wait = CopyWait(pool)
         self._pace = StepPace(config.max_decode_slowdown)
         self._in_flight: StepPlan | None = None
         self._computing: tuple[Sequence, ...] = ()  # of the step in flight, one for each slice
-        self._copies_due_step = 0  # the last step for which any of those who wait does so for its copies
         self.num_steps = 0
         self.num_preemptions = 0
 
@@ -313,7 +310,7 @@ class Scheduler:
             owed = sum(item.num_blocks_to(item.num_known) for item in behind.before(sequence))
             fork = min(sequence.num_fork_blocks, self.pool.num_blocks - num_blocks)  # what the pool cannot have anyway
             keep_free = owed + growth + fork
-            if self._copies_first(sequence, hashes, num_blocks, keep_free):
+            if self._copy_wait.waits(sequence, hashes, num_blocks, keep_free, self.num_steps):
                 return False
             while (taken := self.pool.acquire(hashes, num_blocks, keep_free)) is None:
                 if not (due and self._preempt_batch(num_blocks + keep_free)):
@@ -327,17 +324,6 @@ class Scheduler:
         if not self._running:
             self.pool.tiers.allow_copies(bounded=True)
         return found[0] if found else None
-
-    def _copies_first(self, sequence: Sequence, hashes: list[BlockHash], num_blocks: int, keep_free: int) -> bool:
-        """Whether it waits for the next step, as its blocks take more copies than one may wait for. So it does for a
-        bounded number of steps, after those of others who wait so; what is not copied by then is lost, or computed."""
-        if sequence.copies_due_step is not None and self.num_steps >= sequence.copies_due_step:
-            return False
-        num_missing = self.pool.copy_ahead(hashes, num_blocks, keep_free)
-        if num_missing and sequence.copies_due_step is None:
-            num_steps = math.ceil(COPY_PATIENCE * num_missing / self.pool.tiers.copies_per_step)
-            sequence.copies_due_step = self._copies_due_step = max(self._copies_due_step, self.num_steps) + num_steps
-        return num_missing > 0
 
     def _preempt_batch(self, num_blocks: int) -> bool:
         """Preempt the last of batch work, to get `num_blocks` free in the end. False: all of it would not be enough.

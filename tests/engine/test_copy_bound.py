@@ -9,8 +9,8 @@ import pytest
 
 from core.blocks import CacheTier
 from engine.cache_tiers import CacheTiers
+from engine.copy_wait import COPY_PATIENCE, CopyWait
 from engine.host_slots import STEP_COPY_BYTES, HostSlots
-from engine.scheduler import COPY_PATIENCE, Scheduler
 from tests.engine.scheduler_bench import BLOCK_SIZE, Bench, request
 from tests.engine.token_memory import undisturbed
 from tests.engine.token_tiers import TokenTiers
@@ -154,7 +154,7 @@ def test_what_one_step_may_copy_is_bounded_in_bytes() -> None:
 
 @pytest.mark.parametrize(
     ("owner", "name", "planted"),
-    [(CacheTiers, "allow_copies", lambda *_, **__: None), (Scheduler, "_copies_first", lambda *_: False)],
+    [(CacheTiers, "allow_copies", lambda *_, **__: None), (CopyWait, "waits", lambda *_: False)],
     ids=["no bound", "nobody waits"],
 )
 def test_these_are_seen(owner: type, name: str, planted: object, monkeypatch: pytest.MonkeyPatch) -> None:
