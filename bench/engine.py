@@ -79,7 +79,7 @@ def rate_rows(match: Match) -> list[Row]:
         for size in sizes:
             title = f"{kind} {size}, tok/s"
             cells = match.figures[title]
-            floor = statistics.median(size / getattr(floors, f"{kind}_s")(size) for floors in match.floors)
+            floor = statistics.median(size / getattr(floors, f"{kind}_s")(size) for floors in match.floors[title])
             notes = {name: f" ({_number(min(values))}-{_number(max(values))})" for name, values in cells.items()}
             rows.append(Row(title, {name: statistics.median(values) for name, values in cells.items()}, notes, floor))
     return rows

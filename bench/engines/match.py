@@ -87,13 +87,14 @@ class Driver:
 
 
 class Match:
-    """The engines that still run, and what was measured: case -> engine -> a figure for each round."""
+    """The engines that still run, and what was measured: case -> engine -> a figure for each round, and its floors."""
 
     def __init__(self, floors: Callable[[], Floors], clock: int) -> None:
         self.drivers: dict[str, Driver] = {}
         self.figures: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-        self.floors: list[Floors] = []
+        self.floors: dict[str, list[Floors]] = defaultdict(list)
         self._measure_floors = floors
+        self._floors = floors()
         self._clock = clock
         self._seed = 0
 
@@ -113,12 +114,14 @@ class Match:
             if index and time.monotonic() > deadline_s:
                 print(f"time is up: {index} of {number} rounds", flush=True)
                 return
-            self.floors.append(self._measure_floors())
+            self._floors = self._measure_floors()
             yield
 
     def prefill(self, tokens: int) -> None:
+        title = f"prefill {tokens}, tok/s"
+        self.floors[title].append(self._floors)
         for name, answer in self.ask("prefill", tokens=tokens, seed=self._next_seed()):
-            self.figures[f"prefill {tokens}, tok/s"][name].append(tokens / answer["took"][self._clock])
+            self.figures[title][name].append(tokens / answer["took"][self._clock])
 
     def fill(self, batch: int, context: int) -> None:
         contexts = {
@@ -128,9 +131,11 @@ class Match:
         print(f"decode {batch} starts at contexts {contexts}", flush=True)
 
     def decode(self, batch: int, steps: int) -> None:
+        title = f"decode {batch}, tok/s"
+        self.floors[title].append(self._floors)
         for name, answer in self.ask("decode", steps=steps):
             assert answer["tokens"] == batch * steps, "an engine did not decode all sequences in each step"
-            self.figures[f"decode {batch}, tok/s"][name].append(answer["tokens"] / answer["took"][self._clock])
+            self.figures[title][name].append(answer["tokens"] / answer["took"][self._clock])
 
     def mixed(self) -> None:
         arguments = {"tokens": MIXED_PROMPT_TOKENS, "lead": MIXED_LEAD, "window": MIXED_WINDOW}
