@@ -24,7 +24,6 @@ import os
 import statistics
 import time
 from collections.abc import Callable
-from operator import methodcaller
 from pathlib import Path
 from typing import Any, Final
 
@@ -153,36 +152,20 @@ def decode_plan(batch: int) -> StepPlan:
     )
 
 
-class Case:
-    """One step, run again and again beside the floor of that moment."""
-
-    def __init__(self, num_tokens: int, run: Callable[[], object], floor_s: Callable[[Floors], float]) -> None:
-        run()
-        self._num_tokens, self._run, self._floor_s = num_tokens, run, floor_s
-        self._seconds: list[float] = []
-        self._shares: list[float] = []
-
-    def run(self, floors: Floors, steps: int) -> None:
-        for _ in range(steps):
-            self._seconds.append(taken_s(self._run))
-            self._shares.append(self._floor_s(floors) / self._seconds[-1])
-
-    @property
-    def figures(self) -> tuple[float, float]:
-        """Tokens per second, and the share of the floor's; medians."""
-        return self._num_tokens / statistics.median(self._seconds), statistics.median(self._shares)
-
-
 def measure(runner: Any, new_floors: Callable[[], Floors], rounds: int) -> dict[str, tuple[float, float]]:
-    """For each case its `figures`."""
+    """For each case: tokens per second, and the share of the floor's; medians."""
     runner.kv_pool.normal_(generator=torch.Generator().manual_seed(1))
     figures = {}
     for kind, size in [("decode", batch) for batch in DECODE_BATCHES] + [("prefill", size) for size in PREFILL_TOKENS]:
-        plan = decode_plan(size) if kind == "decode" else prefill_plan(size)
-        case = Case(size, functools.partial(runner.run, plan), methodcaller(f"{kind}_s", size))
+        step = functools.partial(runner.run, decode_plan(size) if kind == "decode" else prefill_plan(size))
+        step()
+        seconds, shares = [], []
         for _ in range(rounds):
-            case.run(new_floors(), max(1, 5 // size))
-        figures[f"{kind} {size}"] = case.figures
+            floor_s = getattr(new_floors(), f"{kind}_s")(size)
+            for _ in range(max(1, 5 // size)):
+                seconds.append(taken_s(step))
+                shares.append(floor_s / seconds[-1])
+        figures[f"{kind} {size}"] = (size / statistics.median(seconds), statistics.median(shares))
     return figures
 
 

@@ -94,7 +94,6 @@ class Match:
         self.figures: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
         self.floors: dict[str, list[Floors]] = defaultdict(list)
         self._measure_floors = floors
-        self._floors = floors()
         self._clock = clock
         self._seed = 0
 
@@ -109,17 +108,16 @@ class Match:
                 driver.stop()
 
     def rounds(self, number: int, deadline_s: float) -> Iterator[None]:
-        """At least one; the floors are measured before each."""
+        """At least one."""
         for index in range(number):
             if index and time.monotonic() > deadline_s:
                 print(f"time is up: {index} of {number} rounds", flush=True)
                 return
-            self._floors = self._measure_floors()
             yield
 
     def prefill(self, tokens: int) -> None:
         title = f"prefill {tokens}, tok/s"
-        self.floors[title].append(self._floors)
+        self.floors[title].append(self._measure_floors())
         for name, answer in self.ask("prefill", tokens=tokens, seed=self._next_seed()):
             self.figures[title][name].append(tokens / answer["took"][self._clock])
 
@@ -132,7 +130,7 @@ class Match:
 
     def decode(self, batch: int, steps: int) -> None:
         title = f"decode {batch}, tok/s"
-        self.floors[title].append(self._floors)
+        self.floors[title].append(self._measure_floors())
         for name, answer in self.ask("decode", steps=steps):
             assert answer["tokens"] == batch * steps, "an engine did not decode all sequences in each step"
             self.figures[title][name].append(answer["tokens"] / answer["took"][self._clock])
