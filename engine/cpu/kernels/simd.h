@@ -67,25 +67,22 @@ TANDEM_INLINE Lanes store_factors(Factor<Unit>* to, Lanes lanes) {
 TANDEM_INLINE Lanes load_values(const float* from) { return load(from); }
 TANDEM_INLINE Lanes load_values(const Pair* from) { return widen(load(reinterpret_cast<const std::uint16_t*>(from))); }
 
-// Sum and maximum of the lanes, folded in halves: a fixed order. Unrolled, as GCC has no registers for a loop's lanes.
-TANDEM_INLINE float sum_of(Lanes lanes) {
+// The lanes folded in halves: a fixed order. Unrolled, as GCC has no registers for a loop's lanes.
+template <class Combine>
+TANDEM_INLINE float fold(Lanes lanes, Combine&& combine) {
     alignas(64) float folded[num_lanes];
     store(folded, lanes);
 #pragma GCC unroll 4
     for (int half = num_lanes / 2; half > 0; half /= 2)
 #pragma GCC unroll 8
-        for (int lane = 0; lane < half; ++lane) folded[lane] += folded[lane + half];
+        for (int lane = 0; lane < half; ++lane) folded[lane] = combine(folded[lane], folded[lane + half]);
     return folded[0];
 }
+TANDEM_INLINE float sum_of(Lanes lanes) {
+    return fold(lanes, [](float one, float other) TANDEM_INLINE_LAMBDA { return one + other; });
+}
 TANDEM_INLINE float maximum_of(Lanes lanes) {
-    alignas(64) float folded[num_lanes];
-    store(folded, lanes);
-#pragma GCC unroll 4
-    for (int half = num_lanes / 2; half > 0; half /= 2)
-#pragma GCC unroll 8
-        for (int lane = 0; lane < half; ++lane)
-            folded[lane] = folded[lane] > folded[lane + half] ? folded[lane] : folded[lane + half];
-    return folded[0];
+    return fold(lanes, [](float one, float other) TANDEM_INLINE_LAMBDA { return one > other ? one : other; });
 }
 
 // e^x to about 1 unit in the last place, for x of at most 88; x below -87 counts as -87.
